@@ -22,7 +22,7 @@ try:
     import typer
 
     from fa_serve.environment import refuse_unknown
-    from fa_serve.flags import PlainHelp, settings_in, with_settings
+    from fa_serve.flags import EngineCommand, PlainHelp, settings_in, with_settings
     from fa_serve.server.observe.logs import log_to_stderr
     from fa_serve.server.observe.startup_report import StartupReport
     from fa_serve.server.setting_files import require_setting_files
@@ -74,7 +74,7 @@ ModelToServe = Annotated[
 SettingsFile = Annotated[Path | None, typer.Option(envvar="FA_SERVE_CONFIG", help="TOML or YAML file of settings.")]
 
 
-@app.command(cls=PlainHelp)
+@app.command(cls=EngineCommand)
 @with_settings
 def serve(
     model: ModelToServe = None,
@@ -92,7 +92,7 @@ def serve(
     _run_server({"model": model, **flags}, config)
 
 
-@app.command(cls=PlainHelp)
+@app.command(cls=EngineCommand)
 @with_settings
 def ray(
     model: ModelToServe = None,
@@ -194,7 +194,7 @@ def _has_process(settings: Settings) -> bool:
     return bool(settings.device.startswith("cuda") or (settings.device == "auto" and any(map(os.path.exists, GPU_FILES))))
 
 
-@app.command(cls=PlainHelp)
+@app.command(cls=EngineCommand)
 @with_settings
 def warm(
     model: ModelToServe = None,

@@ -1,6 +1,6 @@
 """The flags of the settings, and the plain help of every command.
 
-    @app.command(cls=PlainHelp)
+    @app.command(cls=EngineCommand)
     @with_settings
     def serve(model: str | None = None, **flags): ...
 
@@ -65,17 +65,8 @@ FOREIGN_FLAGS = {
 class PlainHelp(TyperCommand):
     """A command whose help is plain text, with a section for each panel of options, in which no flag is divided between lines.
 
-    click wraps lines at hyphens as well, so those of flags are other characters until the lines are made. A flag of vLLM is
-    refused with what takes its place.
+    click wraps lines at hyphens as well, so those of flags are other characters until the lines are made.
     """
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Read the arguments. Ends the command with a usage error for a flag that it does not have."""
-        known = {name for parameter in self.get_params(ctx) for name in (*parameter.opts, *parameter.secondary_opts)}
-        for flag in (argument.split("=", 1)[0] for argument in args):
-            if flag in FOREIGN_FLAGS and flag not in known:
-                ctx.fail(f"No such option: {flag}. Use {FOREIGN_FLAGS[flag]}")
-        return super().parse_args(ctx, args)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write the help of the command."""
@@ -100,6 +91,17 @@ class PlainHelp(TyperCommand):
         for title, records in sections.items():
             with formatter.section(title):
                 formatter.write_dl(records)
+
+
+class EngineCommand(PlainHelp):
+    """A command with the settings of an engine. A flag of vLLM is refused with what takes its place."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the arguments. Ends the command with a usage error for a flag that it does not have."""
+        for flag in (argument.split("=", 1)[0].replace("_", "-") for argument in args):  # vLLM takes both spellings
+            if flag in FOREIGN_FLAGS:
+                ctx.fail(f"No such option: {flag}. Use {FOREIGN_FLAGS[flag]}")
+        return super().parse_args(ctx, args)
 
 
 def _undivided(text: str) -> str:

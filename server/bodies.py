@@ -14,6 +14,7 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 from starlette import types as asgi
+from starlette._utils import get_route_path
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -68,7 +69,9 @@ class BodyRoutes:
         self._administrators = {path for path, route in self._routes.items() if ADMINISTRATION in route.tags}
 
     async def __call__(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
-        path = scope.get("path")
+        # as FastAPI finds its routes, which would answer a POST that is not found here: in an application that mounts this one,
+        # paths begin with the mount's
+        path = get_route_path(scope) if scope["type"] == "http" else None
         if path not in self._routes or scope["method"] != "POST":
             await self._app(scope, receive, send)
             return

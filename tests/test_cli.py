@@ -153,14 +153,24 @@ def given(*arguments, monkeypatch, **environment):
         (("--api-key", "secret"), "No such option: --api-key. Use FA_SERVE_API_KEYS in the environment, or --api-key-file"),
         (("--tensor-parallel-size=2",), "No such option: --tensor-parallel-size. Use --tensor-parallel\n"),
         (("org/model", "--tokenizer-revision", "v2"), "Use --revision, which holds for all files of the model"),
+        (("--tensor_parallel_size", "2"), "No such option: --tensor-parallel-size. Use --tensor-parallel\n"),
     ],
 )
-@pytest.mark.parametrize("command", ["serve", "ray"])
+@pytest.mark.parametrize("command", ["serve", "ray", "warm"])
 def test_a_flag_of_vllm_is_refused_with_what_takes_its_place(command, arguments, said):
     result = run(command, *arguments)
     assert result.exit_code == 2
     assert said in result.stderr
     assert "secret" not in result.stderr
+
+
+@pytest.mark.parametrize("command", ["chat", "bench", "info", "doctor"])
+def test_a_command_without_settings_names_none(command):
+    for flag in ("--api-key", "--block-size"):
+        result = run(command, flag, "1")
+        assert result.exit_code == 2
+        assert f"No such option: {flag}" in result.stderr
+        assert "Use" not in result.stderr.split("No such option")[1]
 
 
 def test_the_page_for_users_of_vllm_has_these_flags():

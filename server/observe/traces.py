@@ -36,9 +36,13 @@ def tracer_provider(endpoint: str) -> TracerProvider:
 
     Raises ValueError if the extra is not installed, or for an address that is none.
     """
-    address = urlsplit(endpoint)
+    refused = f"otlp_traces_endpoint must be an address such as http://collector:4318/v1/traces, got {endpoint!r}"
+    try:
+        address = urlsplit(endpoint)
+    except ValueError as error:  # of brackets that hold no IPv6 address
+        raise ValueError(refused) from error
     if address.scheme not in ("http", "https") or not address.netloc:
-        raise ValueError(f"otlp_traces_endpoint must be an address such as http://collector:4318/v1/traces, got {endpoint!r}")
+        raise ValueError(refused)
     if address.path in ("", "/"):  # of a collector, as OTEL_EXPORTER_OTLP_ENDPOINT has it
         endpoint = urlunsplit(address._replace(path=TRACES_PATH))
     try:

@@ -2,8 +2,12 @@
 
 import asyncio
 
+import httpx
 import pytest
+from fa_serve.server.app import create_app
 from fa_serve.server.settings import Settings
+from starlette.applications import Starlette
+from starlette.routing import Mount
 
 from fa_serve.engine import EngineAsleepError, WeightTransferError
 from fa_serve.spec import ParameterError
@@ -160,6 +164,21 @@ async def test_only_the_administrator_may_tell(serving, told):
             for path in ("/is_paused", "/get_world_size"):
                 assert (await client.get(path, headers=headers)).status_code == status
     assert told == []
+
+
+async def test_only_the_administrator_may_tell_an_application_that_another_one_mounts(engine, told):
+    """Its paths begin with the mount's there, and are those of the same routes."""
+    app = create_app(engine, Settings(admin_key="operator", api_keys=["user"]))
+    transport = httpx.ASGITransport(Starlette(routes=[Mount("/llm", app)]))
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=transport, base_url="http://localhost/llm") as client,
+    ):
+        await app.state.service.loaded()
+        assert (await client.post("/pause", headers={"authorization": "Bearer user"})).status_code == 403
+        assert told == []
+        assert (await client.post("/pause", headers=KEY)).status_code == 200
+    assert told == [("pause", {"mode": "abort"})]
 
 
 async def test_without_a_key_nobody_may_tell(serving, told):

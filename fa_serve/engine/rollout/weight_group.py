@@ -67,7 +67,7 @@ class WeightGroup:
                 make = getattr(dist, {"gloo": "ProcessGroupGloo", "nccl": "ProcessGroupNCCL"}[backend])
                 self._group = make(store, rank, world_size, limit)
             self.broadcast(torch.zeros(1, device=self.device))  # NCCL connects with its first call
-        except (RuntimeError, OSError) as error:
+        except (RuntimeError, OSError, UnicodeError) as error:  # the last of a host that can be no name
             self.close()
             where = f"{world_size} ranks have not met at {host}, port {port}, within {timeout:g} s"
             raise WeightTransferError(f"{where}: {error}") from error

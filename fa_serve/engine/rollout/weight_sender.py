@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from typing import Any
@@ -45,7 +45,8 @@ class WeightSender:
     dtype:     that floating-point weights are sent in, which must be the engines'; None is the tensors' own
     timeout:   seconds to meet, and for each tensor
 
-    Methods raise WeightTransferError, with what a server has answered if it has refused.
+    Raises ParameterError for urls that are none. Methods raise WeightTransferError, with what a server has answered if it has
+    refused.
     """
 
     def __init__(
@@ -60,6 +61,8 @@ class WeightSender:
         timeout: float = TRANSFER_SECONDS,
     ) -> None:
         self._urls = [urls] if isinstance(urls, str) else list(urls)
+        if not self._urls or not all(map(_is_address, self._urls)):
+            raise ParameterError("urls", "be one address or several, such as http://127.0.0.1:8000", urls)
         self._admin_key = admin_key
         self._place = (host, port)
         self._device = torch.device(device)
@@ -73,7 +76,10 @@ class WeightSender:
         size = 1 + len(self._urls)
         host, port = self._place
         backend: TransferBackend = "nccl" if self._device.type == "cuda" else "gloo"
-        store, port = listen(size, host, port)
+        try:
+            store, port = listen(size, host, port)
+        except (RuntimeError, OSError, UnicodeError) as error:
+            raise WeightTransferError(f"this process cannot listen at {host}, port {port}: {error}") from error
         told = {"master_address": host, "master_port": port, "world_size": size, "backend": backend, "timeout": self._timeout}
         ranks = range(1, size)
         bodies = [{"init_info": {**told, "rank_offset": rank}} for rank in ranks]
@@ -175,6 +181,15 @@ class WeightSender:
 
 
 def _results(answers: Sequence[Future[Any]]) -> None:
-    """Wait for the answers. Raises what the first one that has failed has raised."""
-    for answer in answers:
+    """Wait for the answers. Raises what the first one that has failed has raised: the others fail because of it."""
+    for answer in as_completed(answers):
         answer.result()
+
+
+def _is_address(url: str) -> bool:
+    """Whether HTTP can ask for this address."""
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # of a port or an IPv6 address that is none
+        return False

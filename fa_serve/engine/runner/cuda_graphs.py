@@ -433,9 +433,13 @@ def capture(function: Callable[[], None], pool: Any) -> tuple[Callable[[], None]
     """The launches of a function as one call, and the memory pool that it uses. If `pool` is None, it makes a new one.
 
     Unlike `torch.cuda.graph` this does not empty the allocator's cache, which the next prompts would have to fill again.
+
+    cuBLAS keeps a workspace for each stream, and a graph keeps that of the stream on which it was captured. What has its own
+    stream, as towers have, is captured there: graphs that may be replayed at the same time have no workspace in common.
     """
     graph = torch.cuda.CUDAGraph()
-    stream = _capture_stream()
+    current = torch.cuda.current_stream()
+    stream = _capture_stream() if current == torch.cuda.default_stream() else current
     torch.cuda.synchronize()
     with _no_garbage_collection(), torch.cuda.stream(stream):
         # other threads may allocate pinned memory during the capture
@@ -462,6 +466,6 @@ def _no_garbage_collection() -> Iterator[None]:
 
 @lru_cache(maxsize=1)
 def _capture_stream() -> Any:
-    """The stream of all captures: one, because cuBLAS keeps a workspace for each stream."""
+    """The stream of all captures for the default stream, on which nothing is captured."""
     stream: Any = torch.cuda.Stream
     return stream()

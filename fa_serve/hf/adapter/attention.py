@@ -132,8 +132,9 @@ def attention_forward(
 
 def _field_of_dropout(module: nn.Module, dropout: float) -> str:
     """The name of the config's field that has given a layer its dropout. T5 has one field for the whole model."""
-    fields = vars(getattr(module, "config", None) or object).items()
-    names = [name for name, value in fields if "drop" in name and value == dropout]
+    config = getattr(module, "config", None)
+    fields = {} if config is None else vars(config)
+    names = [name for name, value in fields.items() if "drop" in name and value == dropout]
     return min(names, key=lambda name: "att" not in name, default="attention_dropout")
 
 

@@ -16,6 +16,9 @@ of which would wait. Others have one or two, for which a launch costs more. Micr
 8B: gated 79.6 and 68.7, qkv 17.4 and 19.1, output 12.9 and 14.0, down 33.5 and 34.2. Left out: copying more weights to the L2
 cache while the first launch runs, which took longer.
 
+An adapter of more than 16 ranks has several pages. Up to PAGES_TOGETHER of them are read at once: by as many programs of A, and
+in one load of B. One after the other, each page would wait for its number, then for B, then for what A gave.
+
 All partial sums are added in the same order. Left out: more tokens (product.py).
 """
 
@@ -39,6 +42,10 @@ from fa_serve.ops.products.row import first_weights, multiply_row, store_product
 from fa_serve.ops.products.run import problem_of
 from fa_serve.ops.products.tiles import matrix_row_tile
 
+PAGES_TOGETHER = 4
+"""Pages of an adapter that are read at once: 64 ranks."""
+PAGES_TOGETHER_AHEAD = 2
+"""The same where they are held during the loop over the weights. With 4 pages, a multiprocessor has 2 programs instead of 3."""
 _CALL = tl.constexpr(1 << 20)
 """What a call adds to each counter, more than it has programs."""
 COUNTERS = tl.constexpr(LORA_COUNTERS - 1)
@@ -65,11 +72,15 @@ def _slot_of_token(tiles_ptr):
 
 @triton.jit
 def _part_of_a(
-    a_ptr, given, slot, part, index, begin, num_pages, stride_a,
-    K: tl.constexpr, STEPS: tl.constexpr, MAX_PAGES: tl.constexpr, PAGE: tl.constexpr, SHRINK_K: tl.constexpr,
+    a_ptr, given, slot, part, first, index, begin, num_pages, stride_a,
+    K: tl.constexpr, STEPS: tl.constexpr, MAX_PAGES: tl.constexpr, PAGE: tl.constexpr, TOGETHER: tl.constexpr,
+    SHRINK_K: tl.constexpr,
 ):  # fmt: skip
-    """[PAGE, SHRINK_K]: a page of A, and the columns of a step; zeros behind the last page. index: page * STEPS + step"""
-    page = index // STEPS
+    """[PAGE, SHRINK_K]: a page of A, and the columns of a step; zeros behind the last page.
+
+    first: page of a program, which has each TOGETHER-th one from there on. index: steps of a program up to this one
+    """
+    page = first + index // STEPS * TOGETHER
     used = page < num_pages
     number = tl.load(given.pages + slot * MAX_PAGES + page, mask=used, other=0).to(tl.int64)
     k = begin + index % STEPS * SHRINK_K + tl.arange(0, SHRINK_K)
@@ -80,22 +91,27 @@ def _part_of_a(
 @triton.jit
 def _shrink_row(
     x_ptr, norm_ptr, a_ptr, given, counters_ptr, slot, program, offset, stride_a, stride_slot,
-    K: tl.constexpr, PARTS: tl.constexpr, MAX_PAGES: tl.constexpr, PAGE: tl.constexpr, SPLITS: tl.constexpr,
-    SHRINK_K: tl.constexpr, PDL: tl.constexpr,
+    K: tl.constexpr, PARTS: tl.constexpr, MAX_PAGES: tl.constexpr, PAGE: tl.constexpr, TOGETHER: tl.constexpr,
+    SPLITS: tl.constexpr, SHRINK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """shrunk (SPLITS, PARTS, MAX_PAGES, PAGE): a range of the columns of x with A of one part. Then say that it is there."""
+    """shrunk (SPLITS, PARTS, MAX_PAGES, PAGE): a range of the columns of x with pages of A of one part. Then say that it is
+    there."""
     STEPS: tl.constexpr = (K + SPLITS * SHRINK_K - 1) // (SPLITS * SHRINK_K)
-    part = program // SPLITS
+    part = program // SPLITS % PARTS
+    first = program // (SPLITS * PARTS)
     begin = program % SPLITS * STEPS * SHRINK_K
     scale = tl.load(given.scales + slot * stride_slot + part, mask=slot >= 0, other=0.0)
     num_pages = tl.where(scale != 0.0, tl.load(given.num_pages + slot, mask=slot >= 0, other=0), 0)
-    a = _part_of_a(a_ptr, given, slot, part, 0, begin, num_pages, stride_a, K, STEPS, MAX_PAGES, PAGE, SHRINK_K)
+    a = _part_of_a(
+        a_ptr, given, slot, part, first, 0, begin, num_pages, stride_a, K, STEPS, MAX_PAGES, PAGE, TOGETHER, SHRINK_K
+    )
     wait_for_previous_kernel(PDL)
     acc = tl.zeros([PAGE, SHRINK_K], tl.float32)
-    for index in tl.range(0, num_pages * STEPS):
+    for index in tl.range(0, (num_pages - first + TOGETHER - 1) // TOGETHER * STEPS):
         next_a = _part_of_a(
-            a_ptr, given, slot, part, index + 1, begin, num_pages, stride_a, K, STEPS, MAX_PAGES, PAGE, SHRINK_K
-        )
+            a_ptr, given, slot, part, first, index + 1, begin, num_pages, stride_a,
+            K, STEPS, MAX_PAGES, PAGE, TOGETHER, SHRINK_K,
+        )  # fmt: skip
         k = begin + index % STEPS * SHRINK_K + tl.arange(0, SHRINK_K)
         x = tl.load(x_ptr + k, mask=k < K, other=0.0).to(tl.float32)
         if norm_ptr is not None:
@@ -103,11 +119,11 @@ def _shrink_row(
         acc += a.to(tl.float32) * x[None, :]
         a = next_a
         if index % STEPS == STEPS - 1:
-            place = ((program % SPLITS * PARTS + part) * MAX_PAGES + index // STEPS) * PAGE
+            place = ((program % SPLITS * PARTS + part) * MAX_PAGES + first + index // STEPS * TOGETHER) * PAGE
             tl.store(given.shrunk + place + tl.arange(0, PAGE), tl.sum(acc, 1))
             acc = tl.zeros([PAGE, SHRINK_K], tl.float32)
     tl.debug_barrier()  # one thread speaks for all
-    share = tl.where(program == 0, _CALL + 1 - PARTS * SPLITS, 1).to(tl.int64)
+    share = tl.where(program == 0, _CALL + 1 - PARTS * SPLITS * TOGETHER, 1).to(tl.int64)
     tl.atomic_add(counters_ptr, share, sem="release")
 
 
@@ -168,10 +184,27 @@ def wait_for_shares(counters_ptr, seen, PTX: tl.constexpr):
 
 
 @triton.jit
-def _rows_of_b(b_ptr, number, rows, keep, stride_b, N: tl.constexpr, PAGE: tl.constexpr):
-    """[BLOCK_N, PAGE]: the columns `rows` of a page; zeros where `keep` is not."""
-    places = b_ptr + number.to(tl.int64) * stride_b + tl.arange(0, PAGE)[None, :] * N + rows[:, None]
-    return tl.load(places, mask=keep[:, None], other=0.0)
+def _pages_from(given, slot, first, num_pages, MAX_PAGES: tl.constexpr, PAGE: tl.constexpr, TOGETHER: tl.constexpr):
+    """For the ranks of TOGETHER pages from `first` on, [TOGETHER * PAGE] or one number for all of a single page: the number of
+    the page, and whether the adapter has it."""
+    pages = first
+    if TOGETHER > 1:
+        pages = first + tl.arange(0, TOGETHER * PAGE) // PAGE
+    used = pages < num_pages
+    return tl.load(given.pages + slot * MAX_PAGES + pages, mask=used, other=0), used
+
+
+@triton.jit
+def _rows_of_b(given, numbers, used, rows, keep, stride_b, N: tl.constexpr, PAGE: tl.constexpr, TOGETHER: tl.constexpr):
+    """[BLOCK_N, TOGETHER * PAGE]: the columns `rows` of pages; zeros where `keep` or `used` is not."""
+    ranks = tl.arange(0, TOGETHER * PAGE) % PAGE
+    if TOGETHER == 1:
+        places = given.b + numbers.to(tl.int64) * stride_b + ranks[None, :] * N + rows[:, None]
+        b = tl.load(places, mask=keep[:, None], other=0.0)
+    else:
+        places = given.b + (numbers.to(tl.int64) * stride_b + ranks * N)[None, :] + rows[:, None]
+        b = tl.load(places, mask=keep[:, None] & used[None, :], other=0.0)
+    return b
 
 
 @triton.jit
@@ -187,37 +220,46 @@ def _numbers_of(given, slot, part, stride_slot):
 def _sums_of_a(
     given,
     part,
-    page,
+    first,
+    used,
     PARTS: tl.constexpr,
     MAX_PAGES: tl.constexpr,
     PAGE: tl.constexpr,
+    TOGETHER: tl.constexpr,
     SPLITS: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
-    """[SPLITS, PAGE]: what the ranges of columns give for a page of A; any numbers for a part without an adapter."""
-    places = ((tl.arange(0, SPLITS)[:, None] * PARTS + part) * MAX_PAGES + page) * PAGE + tl.arange(0, PAGE)[None, :]
+    """[SPLITS, TOGETHER * PAGE]: what the ranges of columns give for pages of A; any numbers for a part without an adapter."""
+    ranks = tl.arange(0, TOGETHER * PAGE)
+    places = ((tl.arange(0, SPLITS)[:, None] * PARTS + part) * MAX_PAGES + first) * PAGE + ranks[None, :]
     # in one launch, another program has written them since this one began: they are read from the L2 cache
-    return tl.load(given.shrunk + places, cache_modifier="" if AHEAD else ".cg")
+    CACHE: tl.constexpr = "" if AHEAD else ".cg"
+    if TOGETHER == 1:
+        u = tl.load(given.shrunk + places, cache_modifier=CACHE)
+    else:  # no program writes what stands for a page that the adapter lacks
+        u = tl.load(given.shrunk + places, mask=used[None, :], other=0.0, cache_modifier=CACHE)
+    return u
 
 
 @triton.jit
 def _add_adapter(
     y, u, b, num_pages, given, slot, part, rows, keep, root, stride_b, stride_slot,
-    N: tl.constexpr, PARTS: tl.constexpr, MAX_PAGES: tl.constexpr, PAGE: tl.constexpr, SPLITS: tl.constexpr,
-    BLOCK_N: tl.constexpr, AHEAD: tl.constexpr,
+    N: tl.constexpr, PARTS: tl.constexpr, MAX_PAGES: tl.constexpr, PAGE: tl.constexpr, TOGETHER: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK_N: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """y with the adapter, [BLOCK_N]. root: by which what A gave is multiplied; u, b: of the first page"""
+    """y with the adapter, [BLOCK_N]. root: by which what A gave is multiplied; u, b: of the first pages"""
     scale, one, factor = _numbers_of(given, slot, part, stride_slot)
-    ranks = tl.arange(0, PAGE)
+    ranks = tl.arange(0, TOGETHER * PAGE)
     delta = tl.zeros([BLOCK_N], tl.float32)
     # most adapters have one page
-    for page in tl.range(0, num_pages, num_stages=1):
-        if page > 0:
-            b = _rows_of_b(given.b, tl.load(given.pages + slot * MAX_PAGES + page), rows, keep, stride_b, N, PAGE)
-            u = _sums_of_a(given, part, page, PARTS, MAX_PAGES, PAGE, SPLITS, AHEAD)
-        of_page = tl.where(page * PAGE + ranks == one, 1.0, tl.sum(u, 0) * root) * scale
+    for first in tl.range(0, num_pages, TOGETHER, num_stages=1):
+        if first > 0:
+            numbers, used = _pages_from(given, slot, first, num_pages, MAX_PAGES, PAGE, TOGETHER)
+            b = _rows_of_b(given, numbers, used, rows, keep, stride_b, N, PAGE, TOGETHER)
+            u = _sums_of_a(given, part, first, used, PARTS, MAX_PAGES, PAGE, TOGETHER, SPLITS, AHEAD)
+        of_pages = tl.where(first * PAGE + ranks == one, 1.0, tl.sum(u, 0) * root) * scale
         # where an adapter leaves a part as it is, memory may hold anything
-        delta += tl.sum(tl.where(scale != 0.0, of_page[None, :] * b.to(tl.float32), 0.0), 1)
+        delta += tl.sum(tl.where(scale != 0.0, of_pages[None, :] * b.to(tl.float32), 0.0), 1)
     if factor >= 0:
         number = tl.load(given.pages + slot * MAX_PAGES + factor // PAGE).to(tl.int64)
         places = given.b + number * stride_b + (factor % PAGE) * N + rows
@@ -310,6 +352,7 @@ def _adapted_row(
     PARTS: tl.constexpr,
     MAX_PAGES: tl.constexpr,
     PAGE: tl.constexpr,
+    TOGETHER: tl.constexpr,
     SPLITS: tl.constexpr,
     SHRINK_K: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -319,21 +362,21 @@ def _adapted_row(
     PTX: tl.constexpr,
 ):
     """A program computes BLOCK_N elements of the output, which are those of one part, of N0, N1, N2 or N3 columns. Before
-    them are PARTS * SPLITS programs that multiply by A, unless AHEAD.
+    them are PARTS * SPLITS * TOGETHER programs that multiply by A, unless AHEAD.
 
     GATED: as in products/row.py; half of the columns of the product are outputs
     """
     N: tl.constexpr = N0 + N1 + N2 + N3
     OUT: tl.constexpr = N // 2 if GATED else N
     BLOCKS: tl.constexpr = num_blocks(OUT, 0, 0, 0, BLOCK_N) if GATED else num_blocks(N0, N1, N2, N3, BLOCK_N)
-    SHRINKS: tl.constexpr = 0 if AHEAD else PARTS * SPLITS
+    SHRINKS: tl.constexpr = 0 if AHEAD else PARTS * SPLITS * TOGETHER
     given = RowAdapter(b_ptr, pages_ptr, num_pages_ptr, scales_ptr, ones_ptr, factors_ptr, shrunk_ptr)
     program = tl.program_id(0)
     if program < SHRINKS:
         slot = _slot_of_token(tiles_ptr)
         _shrink_row(
             x_ptr, norm_ptr, a_ptr, given, counters_ptr, slot, program, offset, stride_a, stride_slot,
-            K, PARTS, MAX_PAGES, PAGE, SPLITS, SHRINK_K, PDL,
+            K, PARTS, MAX_PAGES, PAGE, TOGETHER, SPLITS, SHRINK_K, PDL,
         )  # fmt: skip
     else:
         program -= SHRINKS
@@ -347,25 +390,28 @@ def _adapted_row(
         w, w_up = first_weights(w_ptr, rows, OUT, K, GATED, BLOCK_N, BLOCK_K)
         tl.debug_barrier()  # so that the compiler requests the weights first
         slot = _slot_of_token(tiles_ptr)
-        number = tl.load(pages_ptr + slot * MAX_PAGES, mask=slot >= 0, other=0)
+        first_count = 1
+        if TOGETHER > 1:
+            first_count = tl.load(num_pages_ptr + slot, mask=slot >= 0, other=0)
+        numbers, used = _pages_from(given, slot, 0, tl.where(slot >= 0, first_count, 0), MAX_PAGES, PAGE, TOGETHER)
         has = keep & (slot >= 0)
         if not AHEAD:
             wait_for_previous_kernel(PDL)
             seen = count_share(counters_ptr, program, BLOCKS, PTX)
             y, up, root = multiply_row(x_ptr, w_ptr, norm_ptr, w, w_up, rows, eps, offset, OUT, K, GATED, BLOCK_N, BLOCK_K)
         # what follows is requested before A is waited for
-        b = _rows_of_b(b_ptr, number, rows, has, stride_b, N, PAGE)
+        b = _rows_of_b(given, numbers, used, rows, has, stride_b, N, PAGE, TOGETHER)
         b_up = b
         if GATED:
-            b_up = _rows_of_b(b_ptr, number, OUT + rows, has, stride_b, N, PAGE)
+            b_up = _rows_of_b(given, numbers, used, OUT + rows, has, stride_b, N, PAGE, TOGETHER)
         if AHEAD:
             wait_for_previous_kernel(PDL)
         elif slot >= 0:
             wait_for_shares(counters_ptr, seen, PTX)
-        u = _sums_of_a(given, part, 0, PARTS, MAX_PAGES, PAGE, SPLITS, AHEAD)
+        u = _sums_of_a(given, part, 0, used, PARTS, MAX_PAGES, PAGE, TOGETHER, SPLITS, AHEAD)
         u_up = u
         if GATED:
-            u_up = _sums_of_a(given, PARTS - 1, 0, PARTS, MAX_PAGES, PAGE, SPLITS, AHEAD)
+            u_up = _sums_of_a(given, PARTS - 1, 0, used, PARTS, MAX_PAGES, PAGE, TOGETHER, SPLITS, AHEAD)
         if AHEAD:
             y, up, root = multiply_row(x_ptr, w_ptr, norm_ptr, w, w_up, rows, eps, offset, OUT, K, GATED, BLOCK_N, BLOCK_K)
             slot = _slot_of_token(tiles_ptr)  # a register less in the loop
@@ -373,14 +419,14 @@ def _adapted_row(
         num_pages = tl.load(num_pages_ptr + slot, mask=slot >= 0, other=0)
         y = _add_adapter(
             y * root, u, b, num_pages, given, slot, part, rows, has, root, stride_b, stride_slot,
-            N, PARTS, MAX_PAGES, PAGE, SPLITS, BLOCK_N, AHEAD,
+            N, PARTS, MAX_PAGES, PAGE, TOGETHER, SPLITS, BLOCK_N, AHEAD,
         )  # fmt: skip
         if bias_ptr is not None:
             y += tl.load(bias_ptr + rows, mask=keep, other=0.0).to(tl.float32)
         if GATED:
             up = _add_adapter(
                 up * root, u_up, b_up, num_pages, given, slot, PARTS - 1, OUT + rows, has, root, stride_b, stride_slot,
-                N, PARTS, MAX_PAGES, PAGE, SPLITS, BLOCK_N, AHEAD,
+                N, PARTS, MAX_PAGES, PAGE, TOGETHER, SPLITS, BLOCK_N, AHEAD,
             )  # fmt: skip
             if bias_ptr is not None:
                 up += tl.load(bias_ptr + OUT + rows, mask=keep, other=0.0).to(tl.float32)
@@ -450,13 +496,14 @@ def plan_lora_row(
     if ahead is None:
         ahead = activation is not None
     widths = part_widths(weights)
-    sizes = (parts, max_pages, PAGE_RANKS, splits, min(512 if ahead else 256, power_of_2(k)))
+    together = min(PAGES_TOGETHER_AHEAD if ahead else PAGES_TOGETHER, power_of_2(max_pages))
+    columns = min(512 if ahead else 256, power_of_2(k))
     offset = 0.0 if norm is None else float(norm.offset)
     pdl = product.is_programmatic
     strides = (weights.a.stride(0), weights.b.stride(0), weights.scales.stride(0))
     multiply = Launch(
         _adapted_row,
-        (0 if ahead else parts * splits)
+        (0 if ahead else parts * splits * together)
         + (triton.cdiv(outputs, tile.block_n) if activation else num_blocks(*widths, tile.block_n)),
         varying=(0.0 if norm is None else norm.eps, offset, float(alpha)),
         strides=strides,
@@ -465,7 +512,7 @@ def plan_lora_row(
             k,
             product.gated,
             ACTIVATION_KINDS[activation or "silu"],
-            *sizes,
+            *(parts, max_pages, PAGE_RANKS, together, splits, columns),
             *tile,
             ahead,
             pdl,
@@ -478,7 +525,7 @@ def plan_lora_row(
         parts * splits * max_pages,
         varying=(offset,),
         strides=(strides[0], strides[2]),
-        fixed=(k, *sizes, pdl),
+        fixed=(k, parts, max_pages, PAGE_RANKS, splits, columns, pdl),
         options=launch_options(pdl, 8),
     )
 

@@ -108,6 +108,12 @@ def test_an_address_where_nobody_listens_is_told_at_once() -> None:
     assert time.monotonic() - since < 5
 
 
+@pytest.mark.parametrize("host", ["a..b", "x" * 64, "nobody.invalid"])
+def test_a_host_that_can_be_no_name_is_told(host: str) -> None:
+    with pytest.raises(WeightTransferError, match=f"have not met at {host}"):
+        WeightGroup(host, 1, rank=1, world_size=2, backend="gloo", device=CPU, timeout=1.0)
+
+
 def test_nccl_needs_a_gpu() -> None:
     with pytest.raises(ParameterError, match="backend must be gloo for weights that are not on a GPU"):
         make_group(1, rank=1, backend="nccl")

@@ -141,6 +141,28 @@ def test_a_trainer_without_a_server_is_told(server: ServerProcess) -> None:
         WeightSender(url, KEY).init_weight_transfer()
 
 
+@pytest.mark.parametrize("urls", [[], "127.0.0.1:8000", "http://", "http://127.0.0.1:x", "http://[::1", ["http://a", ""]])
+def test_urls_that_are_none_are_refused(urls: str | list[str]) -> None:
+    with pytest.raises(ParameterError, match=r"urls must be one address or several, such as http://127\.0\.0\.1:8000, got"):
+        WeightSender(urls, KEY)
+
+
+def test_a_place_where_nobody_can_listen_is_told() -> None:
+    with socket.create_server((LOOPBACK, 0)) as listener:
+        port = listener.getsockname()[1]
+        for host, where in ((LOOPBACK, port), ("nobody.invalid", 0), ("a..b", 0)):
+            with pytest.raises(WeightTransferError, match=f"cannot listen at {host}, port {where}"):
+                WeightSender("http://127.0.0.1:8000", KEY, host=host, port=where).init_weight_transfer()
+
+
+def test_the_first_server_that_refuses_is_heard(server: ServerProcess) -> None:
+    """Those that wait for it fail later, and know less."""
+    with socket.create_server((LOOPBACK, 0)) as listener:
+        nobody = f"http://{LOOPBACK}:{listener.getsockname()[1]}"
+    with pytest.raises(WeightTransferError, match=f"{nobody}/init_weight_transfer_engine has not answered: Connection"):
+        WeightSender([server.url, nobody], KEY, timeout=2.0).init_weight_transfer()
+
+
 def test_a_tensor_that_is_divided_between_ranks_is_refused(server: ServerProcess) -> None:
     class Divided(nn.Parameter):
         full_tensor = None

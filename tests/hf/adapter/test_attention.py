@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from every_type import tiny_model
 from hf_checks import attend
 from hf_families import BY_NAME, cached, tokens
 from opaque_backend import opaque_backend
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
-from transformers import AutoConfig, DynamicCache, Kosmos2ForConditionalGeneration
+from transformers import AutoConfig, AutoModelForImageTextToText, DynamicCache, Kosmos2ForConditionalGeneration
 
 import fa_serve
 from fa_serve import hf
@@ -43,6 +45,18 @@ def test_the_remedy_for_dropout_names_the_field_of_the_config_and_works(family: 
     with pytest.raises(UnsupportedModelError, match="dropout must be 0"):
         model(tokens(1, 4), **given)
     fa_serve.patch(BY_NAME[family].build(**{field: 0.0})).train()(tokens(1, 4), **given)
+
+
+def test_a_model_of_several_parts_takes_the_remedy_for_dropout_in_the_part(tmp_path: Path) -> None:
+    """As the page on troubleshooting says."""
+    saved = tiny_model("llava")
+    saved.config.text_config.attention_dropout = 0.1
+    saved.save_pretrained(tmp_path)
+    load = AutoModelForImageTextToText.from_pretrained
+    with pytest.raises(UnsupportedModelError, match=r"from_pretrained\(\.\.\., attention_dropout=0\.0\)"):
+        load(tmp_path, attn_implementation="fa_serve").train()(input_ids=tokens(1, 4))
+    model = load(tmp_path, attn_implementation="fa_serve", text_config={"attention_dropout": 0.0}).train()
+    assert model(input_ids=tokens(1, 4)).logits.isfinite().all()
 
 
 def test_attention_weights_are_refused() -> None:

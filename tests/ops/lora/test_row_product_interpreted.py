@@ -20,6 +20,8 @@ CASES = [
     pytest.param(LoraCase((1,), norm=True, widths=(19, 8, 3, 5), dora=True), {}, id="four parts"),
     pytest.param(LoraCase((1,), norm=True, dora=True, bias=True, widths=(12, 12)), {"activation": "silu"}, id="gate"),
     pytest.param(LoraCase((1,), ranks=(4, 256), k=2100, widths=(264,)), {"residual": True}, id="rank 256, uneven columns"),
+    pytest.param(LoraCase((0,), ranks=(40, 100), k=1100, norm=True, bias=True, widths=(9, 8, 7)), {}, id="3 pages of 7"),
+    pytest.param(LoraCase((1,), ranks=(4, 40), norm=True, dora=True, widths=(12, 12)), {"activation": "silu"}, id="3 pages"),
     pytest.param(LoraCase((0,), widths=(20, 20), bias=True), {"activation": "gelu"}, id="gate without an adapter of one part"),
     pytest.param(LoraCase((-1,), widths=(40,), norm=True), {}, id="base"),
 ]

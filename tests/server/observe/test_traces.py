@@ -117,7 +117,7 @@ async def test_the_address_of_a_collector_gets_the_path_of_traces(serving, colle
     assert set(collector.paths) == {asked}
 
 
-@pytest.mark.parametrize("given", ["collector:4318", "127.0.0.1:4318", "grpc://collector:4317", "http://"])
+@pytest.mark.parametrize("given", ["collector:4318", "127.0.0.1:4318", "grpc://collector:4317", "http://", "http://[::1"])
 async def test_an_address_that_is_none_is_refused(serving, given):
     with pytest.raises(
         ValueError, match="otlp_traces_endpoint must be an address such as http://collector:4318/v1/traces, got"
