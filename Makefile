@@ -14,6 +14,7 @@ JOBS   ?= 2
 CASES  ?= sampled
 # the files of which sessions run that take long and seldom fail: 0/2 or 1/2 for half of them, all if it is empty
 SHARE  ?=
+REST   ?=
 EVERY  ?= 53
 LOAD   ?= full
 # releases of Triton beside that of constraints.txt, with which `make test-compiled` runs the same files
@@ -54,7 +55,7 @@ test: $(VENV)/.test $(VENV)/images/.installed ## install and run the tests that 
 ifeq ($(shell uname -s),Linux)
 	TRITON_INTERPRET=1 FA_SERVE_SHARE=$(SHARE) $(PYTEST) tests --ignore tests/gpu
 endif
-	$(PYTEST) tests --ignore tests/gpu --ignore-glob '*_compiled.py'
+	FA_SERVE_SHARE=$(REST) $(PYTEST) tests --ignore tests/gpu --ignore-glob '*_compiled.py'
 
 test-compiled: $(VENV)/.test ## the files named test_*_compiled.py: every kernel compiles for every target, without a GPU
 	FA_SERVE_SHARE=$(SHARE) $(PYTEST) $$(find tests -name 'test_*_compiled.py')
