@@ -19,7 +19,7 @@ GENERATION_CONFIG = "generation_config.json"
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 ADAPTER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:@+-]{0,127}")
 ADAPTER_NAME_RULE = "be a name of letters, digits and . : @ + - _, without slashes, of at most 128 characters"
-_HUB_NAME = re.compile(r"(\b[\w\-.]+\b/)?\b[\w\-.]{1,96}\b", re.ASCII)
+_HUB_NAME = re.compile(r"(\b[\w\-.]{1,96}\b/)?\b[\w\-.]{1,96}\b", re.ASCII)
 DRAFTERS = ("draft=", "eagle3=")
 
 

@@ -314,7 +314,7 @@ def test_an_adapter_that_one_rank_cannot_load_again_fails_on_all(
 
 
 def test_a_refused_adapter_of_the_settings_ends_the_start(llama: Path, tmp_path: Path) -> None:
-    with pytest.raises(ParameterError, match="be an existing folder"):
+    with pytest.raises(ParameterError, match="with an existing folder"):
         start(llama, lora=[f"x={tmp_path / 'none'}"])
 
 
