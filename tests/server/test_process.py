@@ -77,7 +77,7 @@ def test_two_ranks_drain_and_end_together(start_server):
 
 
 def test_a_model_that_cannot_be_loaded(tmp_path):
-    """A folder that holds no model is a wrong argument, which is told before anything is imported. What reads a model tells that
+    """A folder without a model is a wrong argument, which is told before anything is imported. What reads a model tells that
     it cannot be read."""
     ended = run_warm("serve", str(tmp_path), "--port", "0", timeout=120)
     assert (ended.returncode, "config.json" in ended.stderr) == (2, True)
