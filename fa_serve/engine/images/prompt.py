@@ -58,7 +58,8 @@ class ImagePrompt:
 class PlacedImage:
     """places: (n,) int64, ascending: the tokens of the prompt that its n embeddings replace
 
-    A pickle, as the other ranks of tensor parallelism get it, has no pixels: they do not run the towers (rank_features.py).
+    Pickled, it loses its pixels. Only the other ranks of tensor parallelism get it so, and they do not run the towers
+    (rank_features.py): megabytes of each image need not travel.
     """
 
     image: ImageInput

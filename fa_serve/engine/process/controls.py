@@ -27,7 +27,7 @@ PauseMode = Literal["abort", "wait", "keep"]
 they are, with their pages, and go on after the pause."""
 PAUSE_MODES: tuple[PauseMode, ...] = ("abort", "wait", "keep")
 TRANSFER_SECONDS = 30.0
-"""How long a trainer and an engine wait for each other by default: less than the step that /health reports."""
+"""How long a trainer and an engine wait for each other by default. The engine computes nothing else meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
