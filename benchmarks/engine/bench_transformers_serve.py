@@ -1,12 +1,19 @@
-"""`fa-serve serve` beside `transformers serve` on a CPU: the same chats over HTTP, greedy, on the embedded model.
+"""`fa-serve serve` beside `transformers serve`, over HTTP and greedy: chats on a CPU, or prompts of a shape on a GPU.
 
     python -m benchmarks.engine.bench_transformers_serve --json benchmarks/results/transformers_serve.jsonl
+    python -m benchmarks.engine.bench_transformers_serve --shape llama8b --json benchmarks/results/transformers_serve.jsonl
 
-All servers run at once and are asked in turn, so that what disturbs one disturbs the others. A result is the processor time of
-a server's processes for each token of its answers: other programs on the machine disturb it less than the clock. It is a
-comparison of servers and not of kernels: the model has three million parameters, and attention runs in PyTorch on a CPU.
-The ratio is that of the medians over the rounds. Nothing is downloaded. Both caches have the same size: by default, that of
-continuous batching takes 15 GiB of a CPU's memory.
+**On a CPU** the servers have the embedded model. All of them run at once and are asked in turn, so that what disturbs one
+disturbs the others. A result is the processor time of a server's processes for each token of its answers: other programs on
+the machine disturb it less than the clock. It is a comparison of servers and not of kernels: the model has three million
+parameters, and attention runs in PyTorch. The ratio is that of the medians over the rounds. Both caches have the same size:
+by default, that of continuous batching takes 15 GiB of a CPU's memory.
+
+**With `--shape`** (one of engine_workloads.py, with random weights) one server runs at a time, with its defaults for a GPU, and
+a result is the tokens per second of `SHAPE_LOADS`: prompts of 256 tokens and answers of 128. Without continuous batching
+`transformers serve` computes one request at a time, so it is asked for one at once alone.
+
+Nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -14,17 +21,21 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import multiprocessing
 import os
 import platform
+import random
 import signal
 import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import IO, Any, TypeVar
 
 import httpx
 import torch
@@ -38,6 +49,11 @@ MAX_TOKENS = 48
 START_SECONDS = 600.0
 BOUNDS = {"--cb-block-size": 16, "--cb-num-blocks": 512, "--cb-max-batch-tokens": 512}
 OUR_BOUNDS = {"--page-size": 16, "--num-pages": 512, "--max-num-batched-tokens": 512}
+GPU_FLAGS = ["--no-prefix-caching", "--max-model-len", "4096"]
+TOKENS_IN, TOKENS_OUT = 256, 128
+SHAPE_LOADS = {"1 at once": (1, 4), "64 at once": (64, 256)}
+"""Name of a load: how many requests are in flight, and how many are sent in all."""
+Answer = TypeVar("Answer", str, int)
 SERVERS: dict[str, list[str]] = {
     "ours": [str(each) for pair in OUR_BOUNDS.items() for each in pair],
     "transformers serve": [],
@@ -47,40 +63,56 @@ SERVERS: dict[str, list[str]] = {
     ],
 }
 
+BATCHING = {"ours", "transformers serve --continuous-batching"}
 
-def command(name: str, port: int) -> list[str]:
-    folder = Path(sys.executable).parent
+
+def command(name: str, folder: Path, device: str, port: int) -> list[str]:
+    """What starts a server. On a GPU it has its defaults, but a name for the model and no cache of prefixes."""
+    programs = Path(sys.executable).parent
+    flags = ["--device", device, "--port", str(port)]
     if name == "ours":
-        return [str(folder / "fa-serve"), "serve", "--device", "cpu", "--port", str(port), *SERVERS[name]]
-    return [str(folder / "transformers"), "serve", str(model_path()), "--device", "cpu", "--port", str(port), *SERVERS[name]]
+        ours = [sys.executable, "-m", "fa_serve", "serve", str(folder), "--served-model-name", str(folder), *flags]
+        return [*ours, *(SERVERS[name] if device == "cpu" else GPU_FLAGS)]
+    theirs = [str(programs / "transformers"), "serve", str(folder), *flags]
+    if not (programs / "transformers").exists():  # the package is on PYTHONPATH and not installed
+        theirs[:1] = [sys.executable, "-c", "from transformers.cli.transformers import main; main()"]
+    return [*theirs, *(SERVERS[name] if device == "cpu" else SERVERS[name][:1])]
 
 
 class Server:
     """A server in its own group of processes, at http://127.0.0.1:PORT."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, folder: Path, device: str, log: IO[str]) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
-        self.model = "fa-serve-demo" if name == "ours" else str(model_path())
-        environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+        self.model = str(folder)
+        self.ready_path = "/ready" if name == "ours" else "/health"
+        self.log = log
         self.process = subprocess.Popen(
-            command(name, self.port),
-            env=environment,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
+            command(name, folder, device, self.port),
+            env={**os.environ, "HF_HUB_OFFLINE": "1"},
+            stdout=log,
+            stderr=subprocess.STDOUT,
             start_new_session=True,
         )
 
     def wait(self) -> None:
-        """Return when it is healthy."""
+        """Return when it answers requests: ours is healthy before, while the model is loaded."""
         late = time.monotonic() + START_SECONDS
         while time.monotonic() < late and self.process.poll() is None:
             try:
-                if httpx.get(f"http://localhost:{self.port}/health", timeout=5).is_success:
+                if httpx.get(f"http://localhost:{self.port}{self.ready_path}", timeout=5).is_success:
                     return
             except httpx.HTTPError:
                 time.sleep(0.5)
-        raise SystemExit(f"a server ended, or was not healthy within {START_SECONDS:.0f} s: {self.process.args}")
+        self.log.seek(0)
+        told = self.log.read()[-4000:]
+        raise SystemExit(f"a server ended, or was not ready within {START_SECONDS:.0f} s: {self.process.args}\n{told}")
+
+    def stop(self) -> None:
+        with suppress(ProcessLookupError):  # it has ended, and was waited for
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
 
     def cpu_seconds(self) -> float:
         """Processor time of all processes of the group, of user and system."""
@@ -94,43 +126,46 @@ class Server:
                 total += int(fields[11]) + int(fields[12])
         return total / TICKS
 
-    async def ask(self, client: httpx.AsyncClient, question: str) -> str:
-        body = {
-            "model": self.model,
-            "messages": [{"role": "user", "content": question}],
-            "max_tokens": MAX_TOKENS,
-            "temperature": 0,
-        }
-        answer = await client.post(f"http://localhost:{self.port}/v1/chat/completions", json=body, timeout=300)
+    async def answer(self, client: httpx.AsyncClient, route: str, body: dict[str, Any]) -> dict[str, Any]:
+        body = body | {"model": self.model, "temperature": 0}
+        answer = await client.post(f"http://localhost:{self.port}{route}", json=body, timeout=600)
         answer.raise_for_status()
-        return str(answer.json()["choices"][0]["message"]["content"])
+        return dict(answer.json())
 
-    async def offer(self, questions: list[str], at_once: int) -> list[str]:
-        """The answers to all questions, so many at once."""
-        limit = asyncio.Semaphore(at_once)
-        async with httpx.AsyncClient() as client:
+    async def chat(self, client: httpx.AsyncClient, question: str) -> str:
+        body = {"messages": [{"role": "user", "content": question}], "max_tokens": MAX_TOKENS}
+        answer = await self.answer(client, "/v1/chat/completions", body)
+        return str(answer["choices"][0]["message"]["content"])
 
-            async def one(question: str) -> str:
-                async with limit:
-                    return await self.ask(client, question)
+    async def complete(self, client: httpx.AsyncClient, prompt: str) -> int:
+        """-> the number of tokens of the answer"""
+        answer = await self.answer(client, "/v1/completions", {"prompt": prompt, "max_tokens": TOKENS_OUT})
+        return int(answer["usage"]["completion_tokens"])
 
-            return await asyncio.gather(*map(one, questions))
+
+async def offer(ask: Callable[[httpx.AsyncClient, str], Awaitable[Answer]], prompts: list[str], at_once: int) -> list[Answer]:
+    """The answers to all prompts, so many at once."""
+    limit = asyncio.Semaphore(at_once)
+    async with httpx.AsyncClient(limits=httpx.Limits(max_connections=None)) as client:
+
+        async def one(prompt: str) -> Answer:
+            async with limit:
+                return await ask(client, prompt)
+
+        return await asyncio.gather(*map(one, prompts))
 
 
 @contextmanager
-def running() -> Iterator[dict[str, Server]]:
+def running(names: Collection[str], folder: Path, device: str) -> Iterator[dict[str, Server]]:
     servers: dict[str, Server] = {}
-    try:
-        for name in SERVERS:
-            servers[name] = Server(name)
+    with ExitStack() as stack:
+        for name in names:
+            log = stack.enter_context(tempfile.TemporaryFile("w+"))
+            servers[name] = Server(name, folder, device, log)
+            stack.callback(servers[name].stop)
         for server in servers.values():
             server.wait()
         yield servers
-    finally:
-        for server in servers.values():
-            with suppress(ProcessLookupError):  # it has ended, and was waited for
-                os.killpg(server.process.pid, signal.SIGKILL)
-            server.process.wait()
 
 
 def questions(count: int, seed: int) -> list[str]:
@@ -139,7 +174,7 @@ def questions(count: int, seed: int) -> list[str]:
     return [*sums, *(f"Write a Python function that reads file {seed}-{i}." for i in range(count - len(sums)))]
 
 
-def measure(servers: dict[str, Server], at_once: int, count: int, rounds: int) -> dict[str, list[float]]:
+def processor_times(servers: dict[str, Server], at_once: int, count: int, rounds: int) -> dict[str, list[float]]:
     """Processor milliseconds a token, for each server and round."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(model_path())
     found: dict[str, list[float]] = {name: [] for name in servers}
@@ -148,7 +183,7 @@ def measure(servers: dict[str, Server], at_once: int, count: int, rounds: int) -
         told = {}
         for name, server in servers.items():
             before = server.cpu_seconds()
-            told[name] = asyncio.run(server.offer(asked, at_once))
+            told[name] = asyncio.run(offer(server.chat, asked, at_once))
             spent = server.cpu_seconds() - before
             tokens = sum(len(tokenizer.encode(answer)) + 1 for answer in told[name])
             if number:
@@ -158,33 +193,91 @@ def measure(servers: dict[str, Server], at_once: int, count: int, rounds: int) -
     return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--requests", type=int, default=32)
-    parser.add_argument("--json", type=Path, help="file to which the lines are appended")
-    args = parser.parse_args()
-    with running() as servers:
+def on_a_cpu(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """The lines of the embedded model."""
+    with running(SERVERS, model_path(), "cpu") as servers:
         for at_once in (1, 16):
-            found = measure(servers, at_once, args.requests, args.rounds)
+            found = processor_times(servers, at_once, args.requests, args.rounds)
             medians = {name: statistics.median(values) for name, values in found.items()}
             ours = medians.pop("ours")
-            line = {
-                "bench": "transformers_serve",
+            peers = {name: round(value, 3) for name, value in medians.items()}
+            yield {
                 "case": f"embedded model, {at_once} at once",
                 "unit": "processor ms/token",
                 "ours": round(ours, 3),
-                "peers": {name: round(value, 3) for name, value in medians.items()},
+                "peers": peers,
                 "ratio": round(min(medians.values()) / ours, 3),
                 "cpu": f"{os.cpu_count()} cores, {platform.machine()}",
-                "torch": torch.__version__,
-                "transformers": transformers.__version__,
-                "commit": commit(),
             }
-            print(json.dumps(line), flush=True)
-            if args.json:
-                with args.json.open("a") as file:
-                    file.write(json.dumps(line) + "\n")
+
+
+def random_prompts(count: int, vocab_size: int, seed: int) -> list[str]:
+    """Words of the tokenizer that `make_folder` writes: each one is a token."""
+    draw = random.Random(seed)
+    return [" ".join(f"w{draw.randrange(5, vocab_size)}" for _ in range(TOKENS_IN)) for _ in range(count)]
+
+
+def token_rate(server: Server, at_once: int, count: int, vocab_size: int) -> float:
+    """Tokens per second of the second of two loads; the first one warms up."""
+    for seed in (at_once, at_once + 1):
+        prompts = random_prompts(count, vocab_size, seed)
+        begin = time.perf_counter()
+        tokens = sum(asyncio.run(offer(server.complete, prompts, at_once)))
+        seconds = time.perf_counter() - begin
+        print(f"  {at_once} at once: {tokens} tokens in {seconds:.2f} s", file=sys.stderr, flush=True)
+    return tokens / seconds
+
+
+def of_a_shape(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """The lines of a shape: one server after the other, each with the whole device."""
+    from benchmarks.engine.engine_workloads import SHAPES, make_folder
+
+    rates: dict[str, dict[str, float]] = {}
+    with tempfile.TemporaryDirectory(prefix="bench_transformers_serve_") as temporary:
+        folder = Path(temporary)
+        # a model in a child's memory would stay on the device
+        context = multiprocessing.get_context("spawn")
+        writer = context.Process(target=make_folder, args=(args.shape, folder, args.device))
+        writer.start()
+        writer.join()
+        for name in SERVERS:
+            print(name, file=sys.stderr, flush=True)
+            with running([name], folder, args.device) as servers:
+                for load, (at_once, count) in SHAPE_LOADS.items():
+                    if at_once == 1 or name in BATCHING:
+                        rate = token_rate(servers[name], at_once, count, SHAPES[args.shape]["vocab_size"])
+                        rates.setdefault(load, {})[name] = rate
+    for load, found in rates.items():
+        ours = found.pop("ours")
+        yield {
+            "case": f"{args.shape}, {load}",
+            "unit": "tok/s",
+            "ours": round(ours, 1),
+            "peers": {name: round(rate, 1) for name, rate in found.items()},
+            "ratio": round(ours / max(found.values()), 3),
+            "gpu": torch.cuda.get_device_name() if args.device == "cuda" else None,
+        }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5, help="on a CPU")
+    parser.add_argument("--requests", type=int, default=32, help="on a CPU: of each round")
+    parser.add_argument("--shape", help="of engine_workloads.py; without it the embedded model on a CPU")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="of the shape")
+    parser.add_argument("--json", type=Path, help="file to which the lines are appended")
+    args = parser.parse_args()
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__, "commit": commit()}
+    for found in of_a_shape(args) if args.shape else on_a_cpu(args):
+        line = {
+            "bench": "transformers_serve",
+            **{name: value for name, value in found.items() if value is not None},
+            **versions,
+        }
+        print(json.dumps(line), flush=True)
+        if args.json and line.get("gpu", line.get("cpu")):  # a shape on a CPU tries the script out
+            with args.json.open("a") as file:
+                file.write(json.dumps(line) + "\n")
 
 
 if __name__ == "__main__":
