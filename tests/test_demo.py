@@ -100,10 +100,10 @@ def test_the_card_tells_the_truth_about_the_files(model: LlamaForCausalLM, card:
 
 
 def test_adds_numbers_it_was_never_shown_together(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
-    prompts = held_out_prompts(80)
+    prompts = held_out_prompts(40)
     replies = greedy_replies(model, tokenizer, [prompt for prompt, _ in prompts])
     wrong = [(reply, answer) for reply, (_, answer) in zip(replies, prompts, strict=True) if reply != answer]
-    assert len(wrong) <= 2, wrong
+    assert len(wrong) <= 1, wrong
 
 
 def test_adds_in_the_middle_of_a_conversation(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:

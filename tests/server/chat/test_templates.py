@@ -24,6 +24,7 @@ async def test_a_template_without_tools_names_them(teller, conforms):
             conforms("ErrorResponse", response.json())
 
 
+@pytest.mark.usefixtures("warm_trials")
 async def test_a_template_of_the_request(teller, engine):
     async with teller(("a",), allow_request_chat_template=True) as client:
         own = {**ASK, "chat_template": "<{{ messages[0].content }}{{ x }}>", "chat_template_kwargs": {"x": 3}}
@@ -111,6 +112,7 @@ async def test_rendering_stops_when_the_output_is_longer_than_a_prompt_can_be(te
         await assert_rendering_stops(client, engine, kind)
 
 
+@pytest.mark.usefixtures("warm_trials")
 async def test_rendering_a_template_of_the_request_stops_there_too(teller, engine):
     async with teller(("a",), READS_CALLS, allow_request_chat_template=True, tool_call_parser="hermes") as client:
         for kind, template in REPEATING.items():
