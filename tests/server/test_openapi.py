@@ -99,13 +99,13 @@ def fuzz(url: str, examples: int, path: str | None = None, fields: Collection[st
     from schemathesis.engine import from_schema
     from schemathesis.engine.events import NonFatalError, ScenarioFinished
 
-    document = httpx.get(f"{url}/openapi.json").json()
+    document = httpx.get(f"{url}/openapi.json", timeout=60).json()
     if path:
         body = document["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
         properties = document["components"]["schemas"][body["$ref"].rpartition("/")[2]]["properties"]
         for name in properties.keys() - fields:
             del properties[name]
-    cards = httpx.get(f"{url}/v1/models").json()
+    cards = httpx.get(f"{url}/v1/models", timeout=60).json()
     settings = {
         "base-url": url,
         "continue-on-failure": True,
