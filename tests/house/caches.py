@@ -73,18 +73,18 @@ class Growth:
 
 
 def _growths(module: Module) -> Iterator[Growth]:
-    Around = tuple[tuple[Function, ...], ast.ClassDef | None]
-    pending: list[tuple[ast.AST, Around]] = [(module.tree, ((), None))]
-    while pending:  # a generator that calls itself would hand each growth through all levels of the tree
-        node, (functions, class_) = pending.pop()
-        if isinstance(node, Function):
-            functions = (*functions, node)
-        elif isinstance(node, ast.ClassDef):
-            class_ = node
-        elif functions:
-            for receiver in _grown(node):
-                yield Growth(ast.unparse(receiver), node, functions, class_)
-        pending += [(child, (functions, class_)) for child in ast.iter_child_nodes(node)]
+    classes = [node for node in module.nodes if isinstance(node, ast.ClassDef)]
+    for node in module.nodes:
+        for receiver in _grown(node):
+            functions = tuple(function for function in module.functions if _is_around(function, node))
+            if functions:
+                around = [class_ for class_ in classes if _is_around(class_, node)]
+                yield Growth(ast.unparse(receiver), node, functions, around[-1] if around else None)
+
+
+def _is_around(block: Function | ast.ClassDef, node: ast.AST) -> bool:
+    """By lines, since nodes do not know what they are in. To walk down each tree again would take twice as long."""
+    return block.lineno <= node.lineno <= (block.end_lineno or 0)  # type: ignore[attr-defined]
 
 
 def _grown(node: ast.AST) -> Iterator[ast.expr]:
