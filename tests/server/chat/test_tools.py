@@ -109,6 +109,11 @@ TEXTS = [
         [ADD, ("get_weather", PARIS)],
         id="required",
     ),
+    pytest.param("required", '[{"name": "add", "parameters": {"a": 1', "", [("add", '{"a": 1')], id="required, cut off"),
+    pytest.param("required", '[{"name": "ad', "", [], id="required, cut off before its name"),
+    pytest.param(
+        "required", f'[{call(*ADD, key="parameters")}, {{"na', "", [ADD], id="required, cut off before the second name"
+    ),
 ]
 
 
