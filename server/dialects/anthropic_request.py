@@ -180,9 +180,9 @@ class Turn(StrictModel):
 
     @property
     def can_go_on(self) -> bool:
-        """Whether an answer can continue it, as Anthropic's models did with the beginning of an answer."""
-        kinds = [block.type for block in self._blocks()]
-        return isinstance(self.content, str) or ("text" in kinds and "tool_use" not in kinds)
+        """Whether it is the beginning of an answer, which the answer continues."""
+        kinds = ["text"] if isinstance(self.content, str) else [block.type for block in self.content]
+        return self.role == "assistant" and "text" in kinds and "tool_use" not in kinds
 
     def image_places(self, place: str) -> list[str]:
         """Where its images are, in the order of `messages`. place: of this turn"""
@@ -292,7 +292,8 @@ class CountTokensRequest(Translated):
 
     @model_validator(mode="after")
     def _check_last(self) -> CountTokensRequest:
-        if self.messages[-1].role == "assistant" and not self.messages[-1].can_go_on:
+        last = self.messages[-1]
+        if last.role == "assistant" and not last.can_go_on:
             raise field_error("messages", "may end with a message of the assistant only if it has a text and no tool_use")
         return self
 
@@ -309,7 +310,7 @@ class CountTokensRequest(Translated):
         chosen = self.tool_choice
         output = self.output_config and self.output_config.format
         schema = {"type": "json_schema", "json_schema": {"name": "output", "schema": output.schema_}} if output else None
-        goes_on = self.messages[-1].role == "assistant"
+        goes_on = self.messages[-1].can_go_on
         return {
             "model": self.model,
             "messages": messages,
