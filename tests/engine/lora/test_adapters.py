@@ -147,6 +147,7 @@ VARIANTS = {
     "bias": {"lora_bias": True},
     "embedding": {"target_modules": [*ATTENTION, "embed_tokens"]},
     "head": {"target_modules": [*ATTENTION, "lm_head"]},
+    "tying": {"target_modules": [*ATTENTION, "embed_tokens", "lm_head"], "ensure_weight_tying": True},
     "whole weights": {"target_modules": ATTENTION, "modules_to_save": ["lm_head", "embed_tokens"]},
 }
 
@@ -172,6 +173,28 @@ def test_every_kind_of_adapter(make_engine, tmp_path, family, name) -> None:
     [found] = engine.generate([prompts[0]], logprobs, adapter="special")
     expected = peft.logits("special", prompts[0]).log_softmax(-1)[range(len(prompts[0]) - 1), prompts[0][1:]]
     assert [x.logprob for x in found.prompt_logprobs[1:]] == pytest.approx(expected.tolist(), abs=2e-3)
+
+
+def test_a_tying_of_what_an_adapter_does_not_have_changes_nothing(make_engine, tmp_path) -> None:
+    """The head of the model is its embedding, and the adapter has neither: peft warns, and computes as without the setting."""
+
+    def base() -> PreTrainedModel:
+        model = make_model("gemma3")
+        model.config.tie_word_embeddings = True
+        model.lm_head.weight = model.get_input_embeddings().weight
+        return model
+
+    folders = {
+        name: save_adapter(tmp_path / name, model=base(), ensure_weight_tying=name == "tying") for name in ("tying", "plain")
+    }
+    assert '"ensure_weight_tying": true' in (folders["tying"] / "adapter_config.json").read_text()
+    peft = PeftForwards(base(), folders)
+    prompt = random_prompts(1, longest=12)[0]
+    assert peft.logits("tying", prompt).equal(peft.logits("plain", prompt))
+    engine = make_engine(model=base(), **LORA)
+    engine.load_adapter("tying", folders["tying"])
+    [found] = engine.generate([prompt], GREEDY, adapter="tying")
+    assert found.token_ids == peft.choose("plain", prompt, found.token_ids)
 
 
 def test_bfloat16_by_the_rule_of_two(tmp_path) -> None:
