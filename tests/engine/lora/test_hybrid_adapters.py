@@ -116,7 +116,7 @@ def assert_right(
 
 @pytest.mark.parametrize("family", each_nth(4, HYBRIDS), ids=lambda family: family.name)
 def test_tokens_are_those_of_peft(make, family) -> None:
-    """Mixed with others and the base, in chunks; again from the prefix cache; and alone. A sample has a family of each kind of mixer."""
+    """Mixed with others and the base, in chunks; again from the prefix cache; and alone. A sample has most kinds of mixers."""
     engine, adapters = make(family.name, page_size=16, max_num_batched_tokens=27, max_num_seqs=3)
     given = prompts(6)
     names = ["a", "b", None] * 2

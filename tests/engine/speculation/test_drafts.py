@@ -95,7 +95,7 @@ def test_no_parameter_changes_what_is_generated(check, case) -> None:
     ids=["at-once", "preempted", "no-cache", "window", "queue"],
 )
 def test_no_setting_changes_what_is_generated(check, depth, given) -> None:
-    params = replace(CASES["penalties"], max_tokens=30, logprobs=0)
+    params = replace(CASES["penalties"], max_tokens=20, logprobs=0)
     assert check(params, depth=depth, **given).stats().speculation.num_accepted_tokens > 0
 
 
