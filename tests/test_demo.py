@@ -25,7 +25,8 @@ from fa_serve.demo import model_path
 
 @pytest.fixture(scope="module")
 def model() -> LlamaForCausalLM:
-    return AutoModelForCausalLM.from_pretrained(model_path()).eval()
+    """In float32, because products of bfloat16 are slow on a CPU."""
+    return AutoModelForCausalLM.from_pretrained(model_path(), dtype=torch.float32).eval()
 
 
 @pytest.fixture(scope="module")
