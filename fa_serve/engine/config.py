@@ -318,6 +318,7 @@ class EngineConfig:
 
     def require_generator(self) -> None:
         """Raise ParameterError, with the remedy, for a model whose answers are no tokens."""
+        self.require_files()  # which names a folder that is not there
         task = self.resolve_task()
         if task != "generate":
             rule = 'be generate for an Engine: open this model with fa_serve.engine.Encoder, or set task="generate"'
