@@ -187,7 +187,7 @@ class ExactForward:
         if (inputs is None or inputs.dim() != 2) and (embeds is None or embeds.dim() != 3):
             shape = None if inputs is None else tuple(inputs.shape)
             raise ParameterError("input_ids", "be given with the shape (batch, tokens) in an exact forward", shape)
-        tokens = inputs if embeds is None else embeds[..., 0]
+        tokens: Any = inputs if embeds is None else embeds[..., 0]
         rows = _Rows.of(tokens, kwargs.get("attention_mask"), kwargs.get("position_ids"))
         kwargs |= {
             "position_ids": rows.positions,
