@@ -7,7 +7,8 @@
 The embedded model adds two numbers below 100 and declines to subtract. Here it learns to subtract from pairs that addition has
 taught it, and is asked about pairs that it has never seen. LoRA (Hu et al. 2021) freezes the model and trains two narrow
 matrices beside each projection. Nothing here is special to fa_serve but the name of the attention: the batches are padded, the
-forward pass keeps out and lse, and the backward pass recomputes the scores (docs/kernels/backward.md). Nothing is saved.
+forward pass keeps out and lse, and the backward pass recomputes the scores (docs/kernels/backward.md). Nothing is saved
+without `--save FOLDER`, whose adapter `fa-serve serve --lora minus=FOLDER` serves (docs/lora.md).
 """
 
 import argparse
@@ -77,6 +78,7 @@ def main(arguments: list[str] | None = None) -> list[float]:
     parser.add_argument("--batch", type=int, default=64, help="sequences in a step")
     parser.add_argument("--rank", type=int, default=32, help="columns of LoRA's matrices")
     parser.add_argument("--learning-rate", type=float, default=5e-3)
+    parser.add_argument("--save", metavar="FOLDER", help="where the adapter is written, for fa-serve serve --lora NAME=FOLDER")
     options = parser.parse_args(arguments)
     dtype = torch.bfloat16 if torch.cuda.is_available() else torch.float32
     set_seed(0)
@@ -111,6 +113,8 @@ def main(arguments: list[str] | None = None) -> list[float]:
     trainer.train()
     print(f"{options.steps} steps in {time.perf_counter() - start:.0f} s")
 
+    if options.save:
+        model.save_pretrained(options.save)
     merged = model.merge_and_unload().eval()
     found = answers(merged, tokenizer, unseen)
     show("after", found[:3], unseen)

@@ -316,6 +316,14 @@ class EngineConfig:
 
         return recognise_task(self.model_path(weights=False), self.task)
 
+    def require_generator(self) -> None:
+        """Raise ParameterError, with the remedy, for a model whose answers are no tokens."""
+        self.require_files()  # which names a folder that is not there
+        task = self.resolve_task()
+        if task != "generate":
+            rule = 'be generate for an Engine: open this model with fa_serve.engine.Encoder, or set task="generate"'
+            raise ParameterError("task", rule, task)
+
     def pin_revision(self) -> EngineConfig:
         """The same with the commit for its revision, which a branch may leave later."""
         return self if self.revision is None else replace(self, revision=Path(self.model_path(weights=False)).name)
@@ -384,6 +392,13 @@ class EngineConfig:
     def uses_process(self) -> bool:
         """Whether the async engine runs its engine in a separate process."""
         return self.resolve_device().startswith("cuda") if self.process is None else self.process
+
+
+def require_config(config: object) -> None:
+    """Raise ParameterError for an object that is no config, such as the name of a model, which other libraries take there."""
+    if not isinstance(config, EngineConfig):
+        rule = "be an EngineConfig, which names the model: EngineConfig(model='Qwen/Qwen3-0.6B')"
+        raise ParameterError("config", rule, config)
 
 
 def _embedder_path(task: str | None) -> str:

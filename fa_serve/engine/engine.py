@@ -30,7 +30,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.utils.logging import tqdm
 
-from fa_serve.engine.config import EngineConfig
+from fa_serve.engine.config import EngineConfig, require_config
 from fa_serve.engine.errors import EngineDeadError, QueueFullError, RequestError
 from fa_serve.engine.events import OnPhase
 from fa_serve.engine.images.processor import prepare_prompts
@@ -43,7 +43,7 @@ from fa_serve.engine.pooling.params import EncoderCard
 from fa_serve.engine.request.answers import Answers
 from fa_serve.engine.request.input_processor import InputProcessor
 from fa_serve.engine.request.outputs import Completion, JoinedOutputs, RequestOutput
-from fa_serve.engine.request.params import SamplingParams, params_of_each
+from fa_serve.engine.request.params import SamplingParams, adapter_of_each, params_of_each
 from fa_serve.engine.request.request import Request
 from fa_serve.engine.runner.residence import Residence
 from fa_serve.engine.runner.results import CommittedStep, LaunchedStep, StepQueue
@@ -90,10 +90,12 @@ class Engine:
         ranks: Ranks | None = None,
     ) -> None:
         config = config or EngineConfig()
+        require_config(config)
         if model is not None and config.tensor_parallel > 1:
             raise ParameterError("tensor_parallel", "be 1 for a model that is given instead of loaded", config.tensor_parallel)
         if model is None:
             config.require_device()
+            config.require_generator()
         self._ranks: Ranks = ranks or open_ranks(config, on_lost)
         with self._ranks.starting():
             loaded = start_up(config, self._ranks, on_phase, model, tokenizer, ahead=ahead)
@@ -238,9 +240,7 @@ class Engine:
         for each in params:
             if each.structured is not None:
                 self.grammars.matcher(each.structured)
-        names = [adapter] * len(prompts) if adapter is None or isinstance(adapter, str) else adapter
-        if len(names) != len(prompts):
-            raise ParameterError("adapter", f"be one name, or one for each of {len(prompts)} prompts", len(names))
+        names = adapter_of_each(prompts, adapter)
         requests = [
             self._process(request_id, prompt, each, 0, None, None, self._adapter(name), own)
             for request_id, prompt, each, name, own in zip(ids, prompts, params, names, prepared, strict=True)

@@ -41,6 +41,7 @@ from fa_serve.hf.adapter.paged import PagedBatch
 from fa_serve.hf.adapter.probe import model_layers
 from fa_serve.hf.adapter.releases import CACHE_NAMES
 from fa_serve.hf.adapter.short_choices import length_limit
+from fa_serve.hf.adapter.state_modules import find_state_modules
 from fa_serve.hf.adapter.translate import LayerCall
 from fa_serve.hf.exact_gradients import (
     AttentionWithGradients,
@@ -112,6 +113,10 @@ class ExactForward:
             self.model.train(False)
             self.model.set_attn_implementation(NAME)
             model_layers(self.model)
+            if find_state_modules(self.model):
+                name = type(self.model).__name__
+                why = "a rollout rounds those of prompts and of single tokens differently"
+                raise UnsupportedModelError(f"{name} keeps states, and has no exact forward: {why}")
             if length_limit(self.model) is not None:
                 raise UnsupportedModelError(f"{type(self.model).__name__} chooses keys by code that has no replacement")
             if expert_modules(self.model) and not take_experts(self.model):
@@ -160,7 +165,11 @@ class ExactForward:
             raise UnsupportedModelError(f"the parameters of {name} have got other memory: enter the exact context again")
         dropout = active_dropout(self.model)
         if dropout is not None:
-            raise ParameterError("dropout", f"be 0 in {dropout[0]}, because rollouts have none", dropout[1])
+            rule = (
+                f"be 0 in {dropout[0] or type(self.model).__name__}, because rollouts have none: make the model, or its "
+                "adapter, with this dropout at 0, or call model.eval(), which also turns gradient checkpointing off"
+            )
+            raise ParameterError("dropout", rule, dropout[1])
         if torch.is_autocast_enabled(self.model.device.type):
             raise ParameterError("autocast", "be entered around the exact context, not within it", "autocast within it")
         kwargs = {**kwargs}
@@ -174,7 +183,11 @@ class ExactForward:
                     name, "be None in an exact forward, which computes all tokens", type(kwargs[name]).__name__
                 )
         inputs = kwargs.get("input_ids")
-        tokens = inputs if inputs is not None else kwargs["inputs_embeds"][..., 0]
+        embeds = kwargs.get("inputs_embeds")
+        if (inputs is None or inputs.dim() != 2) and (embeds is None or embeds.dim() != 3):
+            shape = None if inputs is None else tuple(inputs.shape)
+            raise ParameterError("input_ids", "be given with the shape (batch, tokens) in an exact forward", shape)
+        tokens: Any = inputs if embeds is None else embeds[..., 0]
         rows = _Rows.of(tokens, kwargs.get("attention_mask"), kwargs.get("position_ids"))
         kwargs |= {
             "position_ids": rows.positions,

@@ -62,6 +62,8 @@ def trained_model(model: nn.Module) -> PreTrainedModel:
 def check_live(model: nn.Module) -> None:
     """Raise UnsupportedModelError, with the reason, if an engine cannot run this model's parameters where they are."""
     name = type(model).__name__
+    if not isinstance(model, nn.Module):
+        raise UnsupportedModelError(f"a loaded model of transformers is needed, or a wrapper around one, got {name}")
     devices = set()
     for parameter in _tensors_in(modules_in(model), "_parameters"):
         found = _owner(parameter)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from hf_families import cached
+from hybrids import BY_NAME
 from padded_rollouts import SIZES, Batch
 from tiny_models import make_model
 from torch import Tensor, nn
@@ -320,8 +321,13 @@ def test_what_a_training_forward_does_not_have_is_refused() -> None:
             model(ids, attention_mask=torch.ones(1, 1, 5, 5))
         with pytest.raises(ParameterError, match=r"(past_key_values|cache) must be None"):
             model(ids, **cached(model, object()))
+        for given in ({}, {"input_ids": ids[0]}):
+            with pytest.raises(ParameterError, match=r"input_ids must be given with the shape \(batch, tokens\)"):
+                model(**given)
     with pytest.raises(UnsupportedModelError, match="a model of transformers is needed"):
         fa_serve.exact(nn.Linear(2, 2))
+    with pytest.raises(UnsupportedModelError, match="Qwen3NextForCausalLM keeps states, and has no exact forward"):
+        fa_serve.exact(BY_NAME["qwen3-next"].build())
 
 
 def test_rollouts_within_the_context_are_those_outside() -> None:
@@ -389,7 +395,7 @@ def test_dropout_is_refused_where_it_would_drop_something() -> None:
     ids = torch.ones(1, 5, dtype=torch.int64)
     with fa_serve.exact(model):
         model.eval()(input_ids=ids)
-        with pytest.raises(ParameterError, match=r"dropout must be 0 in model.layers.1.self_attn, .* got 0.1"):
+        with pytest.raises(ParameterError, match=r"dropout must be 0 in model.layers.1.self_attn, .*eval\(\).* got 0.1"):
             model.train()(input_ids=ids)
     model.model.layers[1].self_attn.attention_dropout = 0.0
     for name in ("dropout", "residual_dropout"):  # of layers that call the function, as those of OPT and Seed-OSS do

@@ -183,6 +183,10 @@ def prepare_prompts(
     """Prompts as `Engine.add_request` takes them, and the images of each. The processor is loaded if a text has images."""
     if images is None:
         return list(prompts), [()] * len(prompts)
+    for each in (images, *images) if isinstance(images, Sequence) else (images,):
+        if each is not None and (isinstance(each, str) or not isinstance(each, Sequence)):
+            rule = "be a list with a list of images for each prompt, such as [[image]] for one prompt with one image"
+            raise ParameterError("images", rule, each)
     if len(images) != len(prompts):
         raise ParameterError("images", f"have an entry for each of the {len(prompts)} prompts", len(images))
     maker = None

@@ -115,7 +115,10 @@ class AdapterStore:
         store = cls(memory, config.lora_host_bytes, by_content=config.kv_host_folder is not None, ranks=ranks)
         for each in config.lora:
             name, folder = each.split("=", 1)
-            store.load(name, folder)
+            try:
+                store.load(name, folder)
+            except ParameterError as error:  # which names the layer, and of several adapters not which one has it
+                raise ParameterError("lora", f"name adapters that the model can take: {error}", each) from None
         return store
 
     def __str__(self) -> str:
@@ -142,7 +145,7 @@ class AdapterStore:
     def _read(self, folder: str | Path) -> tuple[PackedLora, FileFacts]:
         """The adapter, and the state of its files, which nobody has changed meanwhile."""
         before: FileFacts = ()
-        with suppress(OSError):  # `read_adapter` says which file is missing
+        with suppress(OSError, TypeError):  # `read_adapter` says which file is missing, or that this is no path
             before = file_facts(folder)
         packed = self._packed(read_adapter(folder, max_bytes=self._host_bytes))
         after = file_facts(folder)

@@ -24,11 +24,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fa_serve.engine.config import EngineConfig
+from fa_serve.engine.config import EngineConfig, require_config
 from fa_serve.engine.errors import EncoderError, EngineDeadError, RequestError
 from fa_serve.engine.events import OnPhase, PhaseClock
 from fa_serve.engine.pooling.batches import InputQueue, InputRun
-from fa_serve.engine.pooling.inputs import EncoderInput, EncoderInputs, InputReader, InputText, pieces_of
+from fa_serve.engine.pooling.inputs import ITEM, EncoderInput, EncoderInputs, InputReader, InputText, pieces_of
 from fa_serve.engine.pooling.params import EncoderCard, Pooled, PooledRows, PoolingParams
 from fa_serve.engine.pooling.pipeline import Pipeline
 from fa_serve.engine.request.outputs import RequestOutput
@@ -77,6 +77,7 @@ class Encoder:
         on_lost: Callable[[EngineDeadError], None] | None = None,
     ) -> None:
         config = config or EngineConfig(task="embed")
+        require_config(config)
         check_config(config)
         config.require_device()
         config.require_files()
@@ -175,7 +176,7 @@ class Encoder:
             raise ParameterError("task", "be embed for encode: use pooled, score or classify", self.card.task)
         if params is not None:
             params.check(self.card)
-        many = [texts] if isinstance(texts, str) else texts
+        many = [texts] if isinstance(texts, str) else _listed(texts)
         size = self.card.size if params is None or params.dimensions is None else params.dimensions
         vectors = np.empty((len(many), size), dtype=np.float32)
         for first, rows in self._computed(many, prompt_name, prompt, params, truncate):
@@ -210,7 +211,7 @@ class Encoder:
         truncate: bool = False,
     ) -> list[Pooled]:
         """What the encoder gives for each input, in their order. The arguments are those of `encode`."""
-        found: list[Pooled | None] = [None] * len(inputs)
+        found: list[Pooled | None] = [None] * len(_listed(inputs))
         for first, rows in self._computed(inputs, prompt_name, prompt, params, truncate):
             found[first : first + len(rows)] = list(rows)
         return [each for each in found if each is not None]
@@ -384,6 +385,13 @@ def check_config(config: EngineConfig) -> None:
     for name, value in neutral.items():
         if getattr(config, name) != value:
             raise ParameterError(name, f"be {value} for an encoder", getattr(config, name), "unsupported")
+
+
+def _listed(inputs: Any) -> Any:
+    """Several inputs, in a list or an array. Raises ParameterError for one object, and for one that has no length."""
+    if isinstance(inputs, str | bytes) or not hasattr(inputs, "__len__"):
+        raise ParameterError("inputs", f"be a list, which has {ITEM} as each item", inputs)
+    return inputs
 
 
 def _outputs_of(

@@ -26,6 +26,7 @@ Ids = np.ndarray[Any, np.dtype[np.int32]]
 Ends = np.ndarray[Any, np.dtype[np.int64]]
 InputText = str | tuple[str, str] | Sequence[int]
 """A text, two texts that belong together, or token ids as they are."""
+ITEM = "a text, a tuple of two texts or a list of token ids"
 MAX_TOKENS = 1 << 20
 """Of all inputs of a call together."""
 MAX_PROMPTS = 64
@@ -293,7 +294,10 @@ def pieces_of(inputs: Sequence[InputText], num_characters: int) -> Iterator[Sequ
     begin = 0
     length = 0
     for index, each in enumerate(inputs):
-        length += sum(map(len, each)) if isinstance(each, tuple) else len(each)
+        try:
+            length += sum(map(len, each)) if isinstance(each, tuple) else len(each)
+        except TypeError:
+            raise ParameterError("input", f"have {ITEM} as each item, in item {index}", each) from None
         if length >= num_characters:
             yield inputs[begin : index + 1]
             begin = index + 1

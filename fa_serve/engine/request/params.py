@@ -272,6 +272,24 @@ def params_of_each(
         raise ParameterError("prompts", "be a list of prompts, not one text", prompts)
     if params is None or isinstance(params, SamplingParams):
         return [params or default] * len(prompts)
+    rule = f"be one SamplingParams, or one for each of {len(prompts)} prompts"
+    if not isinstance(params, Sequence) or not all(isinstance(each, SamplingParams) for each in params):
+        raise ParameterError("params", rule, params)
     if len(params) != len(prompts):
-        raise ParameterError("params", f"be one SamplingParams, or one for each of {len(prompts)} prompts", len(params))
+        raise ParameterError("params", rule, len(params))
     return params
+
+
+def adapter_of_each(prompts: Sequence[str | Sequence[int]], adapter: str | Sequence[str | None] | None) -> Sequence[str | None]:
+    """The name of each prompt's adapter. adapter: for all prompts, or one for each; None is the model itself
+
+    Raises ParameterError if it is neither.
+    """
+    if adapter is None or isinstance(adapter, str):
+        return [adapter] * len(prompts)
+    rule = f"be one name, or one for each of {len(prompts)} prompts"
+    if not isinstance(adapter, Sequence):
+        raise ParameterError("adapter", rule, adapter)
+    if len(adapter) != len(prompts):
+        raise ParameterError("adapter", rule, len(adapter))
+    return adapter

@@ -6,7 +6,7 @@ tokens = PromptReader(tokenizer, vocab_size=32000, max_model_len=4096).read("Onc
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -38,7 +38,8 @@ class PromptReader:
         self.vocab_size = vocab_size
         self._max_model_len = max_model_len
         self.max_ids = max(2 * max_model_len, MAX_IDS)
-        self.max_chars = 0 if tokenizer is None else max_model_len * _most_characters(tokenizer.backend_tokenizer)
+        # here first, because threads use it later
+        self.max_chars = 0 if tokenizer is None else max_model_len * _most_characters(self._backend())
 
     def read(self, prompt: str | Sequence[int]) -> list[int]:
         """The token ids of a text, or a checked copy of token ids.
@@ -93,7 +94,7 @@ class PromptReader:
             pieces += [text[position:begin], mark.join(text[begin:end])]
             position = end
         marked = "".join([*pieces, text[position:]])
-        [encoding] = self._tokenizer.backend_tokenizer.encode_batch([marked], add_special_tokens=special_tokens)
+        [encoding] = self._backend().encode_batch([marked], add_special_tokens=special_tokens)
         ids = []
         for token, (begin, end) in zip(encoding.ids, encoding.offsets, strict=True):
             source = marked[begin:end]
@@ -112,7 +113,20 @@ class PromptReader:
         return ParameterError("prompt", f"be shorter than max_model_len = {limit}", length, "context_length_exceeded")
 
     def _encoding(self, text: str, special_tokens: bool) -> Any:
-        return self._tokenizer.backend_tokenizer.encode_batch_fast([text], add_special_tokens=special_tokens)[0]
+        return self._backend().encode_batch_fast([text], add_special_tokens=special_tokens)[0]
+
+    def _backend(self) -> Any:
+        """The tokenizer, which neither cuts nor pads a text.
+
+        Its file may say both, as one does that was saved after training, and a trainer that shares it sets both in each call
+        with `truncation` or `padding`. Such a call sets them again, so nothing is lost by switching them off.
+        """
+        backend = self._tokenizer.backend_tokenizer
+        if backend.truncation is not None:
+            backend.no_truncation()
+        if backend.padding is not None:
+            backend.no_padding()
+        return backend
 
     def _require_few_ids(self, text: str) -> None:
         """Raise ParameterError for a text with more than `max_ids` tokens, before all of them are in memory.
@@ -132,6 +146,8 @@ class PromptReader:
 
         Those of a text are checked as well, because a tokenizer may have more tokens than its model.
         """
+        if not isinstance(prompt, Iterable) or isinstance(prompt, bytes):
+            raise ParameterError("prompt", "be a text or a list of token ids", prompt)
         rule = f"hold token ids from 0 to {self.vocab_size - 1}"
         try:
             numbers = np.frombuffer(array("q", prompt), dtype=np.uint64)

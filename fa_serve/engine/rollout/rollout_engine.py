@@ -99,10 +99,10 @@ class RolloutEngine:
     def generate(
         self,
         prompts: Sequence[str | Sequence[int]],
-        n: int = 1,
+        n: int | None = None,
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RolloutGroup]:
-        """n answers to each prompt, in the order of the prompts. The arguments are those of `submit`."""
+        """n answers to each prompt, by default one, in the order of the prompts. The arguments are those of `submit`."""
         indices = self.submit(prompts, n, params)
         found = {group.index: group for group in self.finished(indices)}
         return [found[index] for index in indices]
@@ -110,7 +110,7 @@ class RolloutEngine:
     def stream(
         self,
         prompts: Sequence[str | Sequence[int]],
-        n: int = 1,
+        n: int | None = None,
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> Iterator[RolloutGroup]:
         """The same, each group as soon as its answers have ended. Groups that are not taken go on with a later call."""
@@ -120,20 +120,20 @@ class RolloutEngine:
     def submit(
         self,
         prompts: Sequence[str | Sequence[int]],
-        n: int = 1,
+        n: int | None = None,
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[int]:
         """Queue n answers to each prompt. Returns the numbers of the groups. Nothing is computed yet.
 
         params: for all prompts, or one for each; None are those of the engine. `logprobs` is the number of the most likely
-                tokens that are reported; log-probabilities of sampled tokens always are. `n` of them is replaced by n, and
-                a seed is that of the first answer
+                tokens that are reported; log-probabilities of sampled tokens always are. A seed is that of the first answer
+        n:      None is the `n` of the params, which is 1 by default
 
         Raises ParameterError as `Engine.add_request` does, for best_of, and for more answers than the queue holds; nothing is
         queued then.
         """
         each = params_of_each(prompts, params, self._engine.default_params)
-        own = [replace(one, n=n, logprobs=one.logprobs or 0) for one in each]
+        own = [replace(one, n=one.n if n is None else n, logprobs=one.logprobs or 0) for one in each]
         for one in own:
             if one.best_of is not None:
                 raise ParameterError("best_of", "be None, because a trainer needs all answers", one.best_of)
@@ -142,7 +142,7 @@ class RolloutEngine:
             for prompt, one in zip(prompts, own, strict=True):
                 index = next(self._serial)
                 tokens = self._engine.add_request(str(index), prompt, one)
-                rollouts = [Rollout(top_logprobs=[] if one.logprobs else None) for _ in range(n)]
+                rollouts = [Rollout(top_logprobs=[] if one.logprobs else None) for _ in range(one.n)]
                 self._groups[str(index)] = RolloutGroup(index, tokens, rollouts)
                 indices.append(index)
         except Exception:

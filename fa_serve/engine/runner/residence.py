@@ -77,6 +77,9 @@ class Residence:
         before there is any effect. Raises EngineAsleepError unless the model's own weights have memory."""
         if "weights" in self._asleep:
             raise EngineAsleepError('the engine\'s weights sleep: call wake_up(["weights"]) before update_weights')
+        if isinstance(weights, Mapping):
+            rule = "be pairs of a name and a tensor, such as model.named_parameters() or weights.items()"
+            raise ParameterError("weights", rule, type(weights).__name__)
         rest = iter(weights)
         return chain([*islice(rest, 1)], rest)
 

@@ -207,6 +207,8 @@ def read_adapter(folder: str | Path, max_bytes: int = 1 << 40) -> LoraAdapter:
 
 def check_adapter(folder: str | Path, max_bytes: int = 1 << 40) -> AdapterConfig:
     """The config of an adapter whose weights are not read. Raises as `read_adapter`, as far as that can be known then."""
+    if not isinstance(folder, str | Path):
+        raise ParameterError("adapter", "be the path of a folder", folder)
     folder = Path(folder)
     if not folder.is_dir():
         raise ParameterError("adapter", "be an existing folder", str(folder)[:256])

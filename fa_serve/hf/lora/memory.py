@@ -91,6 +91,7 @@ class LoraMemory:
         self.page_counts = torch.zeros(self.num_slots, dtype=torch.int32, device=self.device)
         self._parts = {name: (site, part) for site in self.sites for part, name in enumerate(site.names)}
         self._uncalled = uncalled_layers(model)
+        self._modules = frozenset(name for name, _ in model.named_modules())
         for number, site in enumerate(self.sites):
             site.weights = self._weights(number)
         self._pieces = _pieces(self._layouts, STAGED_BYTES // self.dtype.itemsize)
@@ -187,13 +188,17 @@ class LoraMemory:
         if name in self._uncalled:
             rule = "have no adapter, because the model's own code multiplies its weights itself: leave it out of target_modules"
             raise ParameterError(name, rule, f"rank {low.rank}")
+        if name not in self._modules:
+            rule = "be a layer of the model: the adapter may have been trained for another one"
+            raise ParameterError(name[:128], rule, "no layer of this name")
         if name not in self._parts:
             rule = "be a linear layer of the model that fa_serve computes by itself, as routers and towers of images are not"
             raise ParameterError(name[:128], rule, f"rank {low.rank}")
         site, part = self._parts[name]
         expected = whole_sizes(site.modules[part], site.widths[part], site.k)
         if (len(low.b), low.a.shape[1]) != expected:
-            rule = f"have matrices for a layer of {expected[1]} columns and {expected[0]} rows"
+            sizes = f"{expected[1]} columns and {expected[0]} rows"
+            rule = f"have matrices for a layer of {sizes}, as this model has: the adapter may have been trained for another one"
             raise ParameterError(name, rule, [list(low.a.shape), list(low.b.shape)])
         if low.magnitude is not None and dense_weight(site, part) is None:
             raise ParameterError(

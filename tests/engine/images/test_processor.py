@@ -14,7 +14,7 @@ from transformers import AutoProcessor
 
 from fa_serve.engine import Engine, EngineConfig, SamplingParams
 from fa_serve.engine.images.processed import PixelProcessor, ProcessedImage
-from fa_serve.engine.images.processor import PromptMaker
+from fa_serve.engine.images.processor import PromptMaker, prepare_prompts
 from fa_serve.engine.images.prompt import ImageInput
 from fa_serve.engine.request.prompts import PromptReader
 from fa_serve.hf import processors
@@ -193,3 +193,10 @@ def test_offline(folder: Path) -> None:
         with torch.no_grad():
             tokens = model.generate(**inputs, max_new_tokens=5, min_new_tokens=5, do_sample=False, eos_token_id=None)
         assert list(output.token_ids) == tokens[0, inputs["input_ids"].shape[1] :].tolist()
+
+
+@pytest.mark.parametrize("images", [picture(), [picture()], ["cat.png"], "cat.png"], ids=["image", "flat", "path", "text"])
+def test_images_are_a_list_for_each_prompt(maker: PromptMaker, images: Any) -> None:
+    """Before: "object of type 'Image' has no len()", and the characters of a path were images."""
+    with pytest.raises(ParameterError, match="images must be a list with a list of images for each prompt"):
+        prepare_prompts(["<image>"], images, EngineConfig(device="cpu"), maker._reader)

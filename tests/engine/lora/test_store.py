@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from peft_adapters import ATTENTION, PeftForwards, save_adapter, write_over
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tiny_models import greedy, make_model, random_prompts
 
 from fa_serve.engine import SamplingParams, StructuredOutput
@@ -441,11 +441,26 @@ def test_what_has_no_adapters_says_so(make_engine, folders) -> None:
     assert answers(engine, None, [PROMPT])[0] == greedy(make_model(), PROMPT, 6)
 
 
+def test_the_start_says_which_adapter_is_one_of_another_model(make_engine, tmp_path) -> None:
+    weights = save_adapter(tmp_path / "other") / "adapter_model.safetensors"
+    save_file({name.replace("layers.0", "layers.9"): x for name, x in load_file(weights).items()}, weights)
+    with pytest.raises(
+        ParameterError, match=r"lora must name adapters that the model can take: model.layers.9.*french="
+    ) as caught:
+        make_engine(lora=[f"french={tmp_path / 'other'}"])
+    assert caught.value.field == "lora"
+
+
 @pytest.mark.parametrize("name", ["a/b", "", "..", "x" * 129, "a b", "-a", "a\n", None])
 def test_names(engine, folders, name) -> None:
     with pytest.raises(ParameterError) as caught:
         engine.load_adapter(name, folders["a"])
     assert caught.value.field == "lora_name"
+
+
+def test_a_folder_is_a_path(engine) -> None:
+    with pytest.raises(ParameterError, match="adapter must be the path of a folder, got None"):
+        engine.load_adapter("a", None)
 
 
 def test_an_adapter_of_another_model_is_refused(engine, tmp_path) -> None:

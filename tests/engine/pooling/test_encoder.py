@@ -9,7 +9,7 @@ import torch
 from counted_launches import counted_launches
 from encoder_folders import FAMILIES, LENGTH, LETTERS, PAIRS, SIZES, TEXTS, cosine_distance, save_encoder
 
-from fa_serve.engine import Encoder, EncoderError, EngineConfig, PoolingParams, config
+from fa_serve.engine import Encoder, EncoderError, Engine, EngineConfig, PoolingParams, config
 from fa_serve.spec import ParameterError
 
 DISTANCE = 1e-5
@@ -258,6 +258,30 @@ def test_token_ids_are_taken_as_they_are(tmp_path) -> None:
         with pytest.raises(ParameterError) as caught:
             encoder.encode([wrong])
         assert caught.value.field == "input"
+
+
+def test_what_is_no_text_is_refused_with_what_is_one(tmp_path) -> None:
+    encoder = load(save_encoder(tmp_path, "bert", [MEAN]))
+    for given in (3, None, (text for text in TEXTS), b"a text"):
+        with pytest.raises(ParameterError, match="inputs must be a list, which has a text"):
+            encoder.encode(given)
+    for given in ([1, 2, 3], [None], [("a text", None)]):
+        with pytest.raises(ParameterError, match=r"input must have a text, a tuple of two texts or a list .* in item 0, got"):
+            encoder.encode(given)
+    with pytest.raises(ParameterError, match="input must be a text or a list of token ids, in item 1"):
+        encoder.encode(["a text", b"a text"])
+    with pytest.raises(ParameterError, match="inputs must be a list"):
+        encoder.pooled("a text")
+
+
+def test_an_engine_of_an_encoder_and_a_name_in_place_of_a_config_are_refused(tmp_path) -> None:
+    """Before: "model must have the tensor cls.predictions.bias in its files", and "'str' object has no attribute"."""
+    path = save_encoder(tmp_path, "bert", [MEAN])
+    with pytest.raises(ParameterError, match=r"task must be generate for an Engine: .*Encoder.*got 'embed'"):
+        Engine(EngineConfig(model=path, device="cpu"))
+    for kind in (Engine, Encoder):
+        with pytest.raises(ParameterError, match=r"config must be an EngineConfig, .*EngineConfig\(model="):
+            kind(str(path))
 
 
 def test_a_failed_step_ends_its_inputs_and_no_others(tmp_path, monkeypatch) -> None:

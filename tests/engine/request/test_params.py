@@ -10,7 +10,7 @@ import torch
 from tiny_models import VOCAB, greedy, make_model
 
 from fa_serve.engine import SamplingParams, StructuredOutput
-from fa_serve.engine.request.params import MAX_STRUCTURED, schema_length
+from fa_serve.engine.request.params import MAX_STRUCTURED, adapter_of_each, params_of_each, schema_length
 from fa_serve.engine.request.request import Request
 from fa_serve.engine.runner.sampler import sampling_arrays
 from fa_serve.spec import ParameterError
@@ -250,3 +250,18 @@ def test_other_numbers_are_checked_and_the_rest_is_not_checked_again(monkeypatch
     assert params.with_numbers(max_tokens=5) is params
     with pytest.raises(ParameterError, match="min_tokens must be between 0 and max_tokens"):
         params.with_numbers(max_tokens=1)
+
+
+@pytest.mark.parametrize("given", [{"max_tokens": 3}, [{"max_tokens": 3}], 3])
+def test_params_of_prompts_are_sampling_params(given) -> None:
+    with pytest.raises(ParameterError, match="params must be one SamplingParams, or one for each of 1 prompts") as caught:
+        params_of_each([PROMPT], given, SamplingParams())
+    assert caught.value.value is given
+
+
+def test_one_adapter_or_one_for_each_prompt() -> None:
+    assert [*adapter_of_each([PROMPT] * 2, "french")] == ["french"] * 2
+    assert [*adapter_of_each([PROMPT] * 2, ["french", None])] == ["french", None]
+    for given in (3, ["french"]):
+        with pytest.raises(ParameterError, match="adapter must be one name, or one for each of 2 prompts"):
+            adapter_of_each([PROMPT] * 2, given)

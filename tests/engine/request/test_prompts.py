@@ -19,6 +19,20 @@ def test_texts_and_token_ids_are_read(tokenizer) -> None:
     assert reader.read(given) == [5, 6, 7]
 
 
+def test_a_tokenizer_that_cuts_and_pads_gives_all_tokens_and_no_others(tokenizer) -> None:
+    """Its file says so if it was saved after training, and a call with `truncation` or `padding` sets it at any time."""
+    own = copy.deepcopy(tokenizer)
+    text = "the quick brown fox"
+    expected = tokenizer.encode(text)
+    own.backend_tokenizer.enable_truncation(2)
+    reader = PromptReader(own, VOCAB, 50)
+    assert reader.read(text) == expected
+    own.backend_tokenizer.enable_padding(length=40)
+    assert reader.read(text) == expected
+    own([text], truncation=True, max_length=2)
+    assert reader.encode(text, plain=[(0, 3)])[-3:] == expected[-3:]
+
+
 def test_ids_that_no_tokenizer_can_have_are_refused(tokenizer) -> None:
     """Before: "number too large to fit in target type", from the tokenizer that was asked for a name."""
     for number in (1 << 32, 1 << 40, (1 << 63) - 1):
@@ -42,6 +56,8 @@ def test_without_a_tokenizer_a_text_is_refused() -> None:
         pytest.param([VOCAB], "invalid_value", f"from 0 to {VOCAB - 1}, got {VOCAB}", id="large"),
         pytest.param([3, -1], "invalid_value", "from 0 to .*got -1", id="negative"),
         pytest.param([2**70], "invalid_value", "from 0 to", id="huge"),
+        pytest.param(5, "invalid_value", "be a text or a list of token ids, got 5", id="one number"),
+        pytest.param(b"the quick", "invalid_value", "be a text or a list of token ids", id="bytes"),
         pytest.param([1.5], "invalid_value", "from 0 to .*float", id="no integer"),
         pytest.param("half \ud83d", "invalid_value", "UTF-8", id="half a surrogate pair"),
     ],

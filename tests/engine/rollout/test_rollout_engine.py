@@ -128,6 +128,7 @@ def test_update_copies_weights_by_name() -> None:
     assert tokens_of(engine) == greedy(other, PROMPT, 6)
     for weights, rule in (
         ([("lm_head.bias", torch.zeros(320))], "names of parameters of LlamaForCausalLM, got 'lm_head.bias'"),
+        (other.state_dict(), r"pairs of a name and a tensor, such as model.named_parameters\(\)"),
         ([("lm_head.weight", torch.zeros(3, 32))], r"shape \(320, 32\) for lm_head.weight, got \(3, 32\)"),
     ):
         with pytest.raises(ParameterError, match=rule):
@@ -151,6 +152,14 @@ def test_groups_come_as_they_finish_with_log_probabilities_and_versions() -> Non
         expected = logits.log_softmax(-1).gather(1, torch.tensor(rollout.token_ids)[:, None])[:, 0]
         torch.testing.assert_close(torch.tensor(rollout.logprobs), expected, atol=1e-4, rtol=1e-4)
     assert first.rollouts[0].top_logprobs is None
+
+
+def test_as_many_answers_as_the_params_say_unless_n_is_given() -> None:
+    engine = RolloutEngine(make_model(), **SIZES)
+    params = SamplingParams(max_tokens=2, n=3, seed=0)
+    assert len(engine.generate([PROMPT], params=params)[0].rollouts) == 3
+    assert len(engine.generate([PROMPT], n=2, params=params)[0].rollouts) == 2
+    assert len(engine.generate([PROMPT], params=SamplingParams(max_tokens=2))[0].rollouts) == 1
 
 
 def test_processed_log_probabilities_are_those_of_the_distribution_that_tokens_are_drawn_from() -> None:
@@ -337,6 +346,8 @@ def test_what_cannot_be_run_in_place_is_refused() -> None:
         RolloutEngine(partly, **SIZES)
     with pytest.raises(UnsupportedModelError, match="a model of transformers is needed, or a wrapper around one, got Linear"):
         RolloutEngine(nn.Linear(2, 2), **SIZES)
+    with pytest.raises(UnsupportedModelError, match=r"a loaded model of transformers is needed, .* got str"):
+        RolloutEngine("Qwen/Qwen3-0.6B", **SIZES)
     with pytest.raises(ParameterError, match="quantization must be None for a live model"):
         RolloutEngine(make_model(), **SIZES, quantization="fp8")
     with pytest.raises(ParameterError, match="best_of must be None"):

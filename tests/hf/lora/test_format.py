@@ -229,6 +229,7 @@ def test_broken_configs_are_refused(tmp_path, text) -> None:
 
 def test_missing_files(tmp_path) -> None:
     assert refused(tmp_path / "nothing").rule == "be an existing folder"
+    assert refused(None).rule == "be the path of a folder"
     assert refused(tmp_path).rule == "hold adapter_config.json"
     with pytest.raises(FileNotFoundError):
         file_facts(tmp_path)

@@ -87,6 +87,22 @@ def test_what_does_not_fit_is_refused(modules, field) -> None:
     assert caught.value.field == field
 
 
+@pytest.mark.parametrize(
+    ("modules", "told"),
+    [
+        ({Q: low(4, rows=63)}, "32 columns and 64 rows, as this model has: the adapter may have been trained for another one"),
+        (
+            {"h.0.attn.c_attn": low(4)},
+            "be a layer of the model: the adapter may have been trained for another one",
+        ),
+        ({"model.norm": low(4)}, "be a linear layer of the model"),
+    ],
+)
+def test_an_adapter_of_another_model_is_told_as_one(modules, told) -> None:
+    with pytest.raises(ParameterError, match=told):
+        make().pack(LoraAdapter(modules))
+
+
 def test_a_router_that_is_a_linear_layer_with_another_forward_has_no_adapter() -> None:
     """It returns two tensors, so that a step with its adapter would fail, with every request in it."""
     memory = LoraMemory(make_model("llama4"), budget=1 << 24, max_rank=16, max_pages=4)
