@@ -17,6 +17,7 @@ import torch
 from generated_hybrids import expected, generated, model_of, prompts
 from hf_families import Family
 from hybrids import HYBRIDS
+from sampled_cases import ALL, each_nth
 from tiny_models import VOCAB, make_model, make_tokenizer
 
 from fa_serve.engine import Engine, SamplingParams, StructuredOutput
@@ -33,6 +34,8 @@ from fa_serve.spec import ParameterError, UnsupportedModelError
 GREEDY = SamplingParams(max_tokens=14, temperature=0.0)
 KINDS = ("qwen3.5", "kimi-linear", "nemotron-h", "jamba", "lfm2", "mamba")
 """A family of each kind of state, and those with blocks that have none, and without attention."""
+SERVED = [family for family in HYBRIDS if ALL or family.name in KINDS]
+"""tests/hf/adapter/test_packed_forwards.py computes the layers of all families."""
 
 
 @pytest.fixture
@@ -43,7 +46,7 @@ def make(make_engine) -> Callable[..., Engine]:
     return start
 
 
-@pytest.mark.parametrize("family", HYBRIDS, ids=lambda family: family.name)
+@pytest.mark.parametrize("family", SERVED, ids=lambda family: family.name)
 def test_greedy_tokens_are_those_of_generate(make, family: Family) -> None:
     """In chunks and padded batches; then again from the prefix cache, of which all but the last page is read."""
     engine = make(family.name, page_size=16, max_num_batched_tokens=27, max_num_seqs=3)
@@ -59,7 +62,7 @@ def test_greedy_tokens_are_those_of_generate(make, family: Family) -> None:
     assert engine.stats().num_states_kept > 0
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", each_nth(2, KINDS))
 def test_replayed_steps_give_the_same_tokens(make, replays: list[int], name: str) -> None:
     """Prompts and decoding through the buffers of CUDA graphs, with padding; prompts are captured when they come again."""
     engine = make(name, max_num_batched_tokens=64, max_num_seqs=5, prefix_caching=False)
@@ -87,7 +90,7 @@ def test_a_step_with_more_pieces_than_a_graph_has_room_for_is_eager(make, replay
     assert ("prompts" in kinds) == (room > 0)
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", each_nth(2, KINDS[::-1]))
 def test_sequences_that_are_preempted_and_short_of_states(make, name: str) -> None:
     engine = make(name, num_pages=24, num_states=6, max_num_batched_tokens=23, max_model_len=64)
     engine._steps.depth = 1
@@ -150,7 +153,7 @@ def test_several_answers_share_the_state_of_their_prompt(make, name: str) -> Non
     assert [x.token_ids for x in together] == [x.token_ids for x in alone]
 
 
-@pytest.mark.parametrize(("name", "depth"), [*((name, 1) for name in KINDS), ("qwen3.5", 0)])
+@pytest.mark.parametrize(("name", "depth"), [*((name, 1) for name in each_nth(2, KINDS)), ("qwen3.5", 0)])
 def test_drafts_that_are_accepted_and_dropped(make, monkeypatch: pytest.MonkeyPatch, name: str, depth: int) -> None:
     """Drafts are the right tokens, a third of them replaced by others."""
     given = prompts(4, seed=1)

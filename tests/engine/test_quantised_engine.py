@@ -9,10 +9,10 @@ import pytest
 import quantised_experts
 import torch
 from quantised_copies import FORMATS, copy_of, dequantised, load
+from server_process import few_layers
 from tiny_models import greedy
 from transformers import AutoModelForCausalLM
 
-from fa_serve.demo import model_path
 from fa_serve.engine import Engine, EngineConfig, SamplingParams
 from fa_serve.hf import patch
 from fa_serve.hf.surgery.fuse.fusion import fuse_layers
@@ -29,6 +29,11 @@ def copies(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("copies")
 
 
+def two_layers() -> Path:
+    """The embedded model with two of its six layers."""
+    return Path(few_layers(2))
+
+
 def engine(model: Path, **settings: Any) -> Engine:
     """In float32, where other sums of the same numbers choose the same tokens."""
     defaults = {"device": "cpu", "dtype": "float32", "num_pages": 64, "page_size": 4, "max_num_seqs": 4, "seed": 0}
@@ -38,7 +43,7 @@ def engine(model: Path, **settings: Any) -> Engine:
 @pytest.mark.parametrize("name", FORMATS)
 def test_tokens_are_those_of_the_dequantised_model(copies: Path, name: str) -> None:
     """Fused, in chunks, with shared prefixes and with preemption."""
-    path = copy_of(None, name, copies)
+    path = copy_of(two_layers(), name, copies)
     reference = dequantised(load(path, dtype="float32"))
     expected = [greedy(reference, prompt, 10) for prompt in PROMPTS]
     ran = engine(path, max_num_batched_tokens=16, num_pages=24)
@@ -52,9 +57,9 @@ def test_tokens_are_those_of_the_dequantised_model(copies: Path, name: str) -> N
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_every_layer_is_fused(copies: Path, name: str) -> None:
-    model = load(copy_of(None, name, copies))
-    assert fuse_layers(model) == 6
-    layer = model.model.layers[2]
+    model = load(copy_of(two_layers(), name, copies))
+    assert fuse_layers(model) == 2
+    layer = model.model.layers[1]
     assert isinstance(layer.forward, FusedLayer)
     for fused, parts in (
         (layer.forward.attention.qkv, [layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj]),
@@ -67,12 +72,15 @@ def test_every_layer_is_fused(copies: Path, name: str) -> None:
 
 
 def test_layers_whose_projections_differ_are_left_alone(copies: Path, caplog: pytest.LogCaptureFixture) -> None:
-    model = load(copy_of(None, "awq", copies))
-    plain = AutoModelForCausalLM.from_pretrained(model_path(), dtype="auto")
-    model.model.layers[1].self_attn.k_proj = plain.model.layers[1].self_attn.k_proj
-    other = load(copy_of(None, "fp8", copies))
-    model.model.layers[3].mlp.up_proj = other.model.layers[3].mlp.up_proj
-    assert fuse_layers(model) == 4
+    path = copy_of(two_layers(), "awq", copies)
+    model = load(path)
+    plain = AutoModelForCausalLM.from_pretrained(two_layers(), dtype="auto")
+    model.model.layers[0].self_attn.k_proj = plain.model.layers[0].self_attn.k_proj
+    assert fuse_layers(model) == 1
+    model = load(path)
+    other = load(copy_of(two_layers(), "fp8", copies))
+    model.model.layers[1].mlp.up_proj = other.model.layers[1].mlp.up_proj
+    assert fuse_layers(model) == 1
     assert "all or none of the projections that are merged must be quantised" in caplog.text
     assert "can be merged only if they agree, but their data differ" in caplog.text
 
@@ -82,7 +90,7 @@ class Kept(torch.nn.Parameter):
 
 
 def test_a_parameter_of_another_kind_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
-    model = AutoModelForCausalLM.from_pretrained(model_path(), dtype="auto")
+    model = AutoModelForCausalLM.from_pretrained(two_layers(), dtype="auto")
     patch(model)
     for layer in model.model.layers:
         layer.mlp.down_proj.weight = Kept(layer.mlp.down_proj.weight.detach())
@@ -92,7 +100,7 @@ def test_a_parameter_of_another_kind_is_left_alone(caplog: pytest.LogCaptureFixt
 
 @pytest.mark.parametrize("name", ["awq", "gptq-act-order", "fp8-block"])
 def test_deterministic_mode_keeps_every_bit(copies: Path, name: str) -> None:
-    ran = engine(copy_of(None, name, copies), dtype="bfloat16", deterministic=True, max_num_batched_tokens=16)
+    ran = engine(copy_of(two_layers(), name, copies), dtype="bfloat16", deterministic=True, max_num_batched_tokens=16)
     assert all(m.invariant for m in ran._runner.model.modules() if isinstance(m, QuantizedLinear))
     params = SamplingParams(max_tokens=6, temperature=0.0, logprobs=2, ignore_eos=True)
     alone = [ran.generate([prompt], params)[0] for prompt in PROMPTS]
@@ -102,9 +110,9 @@ def test_deterministic_mode_keeps_every_bit(copies: Path, name: str) -> None:
 
 
 def test_rounding_floats_is_a_setting() -> None:
-    ran = engine(model_path(), quantization="fp8")
+    ran = engine(two_layers(), quantization="fp8")
     linears = [m for m in ran._runner.model.modules() if isinstance(m, QuantizedLinear)]
-    assert len(linears) == 42
+    assert len(linears) == 14
     assert not any(m.invariant for m in linears)
     assert len(ran.generate(PROMPTS, GREEDY)[0].token_ids) == 10
     with pytest.raises(ParameterError, match="quantization must be None or fp8, got 'int3'"):

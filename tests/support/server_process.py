@@ -97,9 +97,14 @@ def start_warm(
     return _when_ready(WarmProcess(call, ["serve", *_flags(arguments)], log=log, environment=os.environ | environment))
 
 
-@cache
 def one_layer() -> str:
     """A folder with the embedded model that has one of its layers."""
+    return few_layers(1)
+
+
+@cache
+def few_layers(count: int) -> str:
+    """A folder with the embedded model that has so many of its layers."""
     from transformers import AutoModelForCausalLM
 
     from fa_serve.demo import model_path
@@ -107,7 +112,7 @@ def one_layer() -> str:
     folder = tempfile.mkdtemp()
     atexit.register(shutil.rmtree, folder)
     shutil.copytree(model_path(), folder, ignore=shutil.ignore_patterns("*.safetensors"), dirs_exist_ok=True)
-    AutoModelForCausalLM.from_pretrained(model_path(), num_hidden_layers=1).save_pretrained(folder)
+    AutoModelForCausalLM.from_pretrained(model_path(), num_hidden_layers=count).save_pretrained(folder)
     return folder
 
 

@@ -101,12 +101,27 @@ def fa_serve() -> None:
     from fa_serve.__main__ import main
 
     if "--process" in sys.argv:
-        from fa_serve.engine.process import engine_process
-
-        _start_own_forkserver()
-        context = multiprocessing.get_context("forkserver")
-        engine_process.multiprocessing = SimpleNamespace(get_context=lambda _: context)  # type: ignore[assignment]
+        fork_engines()
     main()
+
+
+def fork_engines() -> None:
+    """The processes of engines that this process starts are forked from a copy of it."""
+    from fa_serve.engine.process import engine_process
+
+    _start_own_forkserver()
+    context = multiprocessing.get_context("forkserver")
+    engine_process.multiprocessing = SimpleNamespace(get_context=lambda _: context)  # type: ignore[assignment]
+
+
+def with_warm_followers(target: Callable[..., None], *arguments: Any) -> None:
+    """What an engine's process runs. Its followers are forked from a copy of this process."""
+    from fa_serve.engine.parallel import links
+
+    _start_own_forkserver()
+    names = {"Popen": warm_module, "DEVNULL": subprocess.DEVNULL, "TimeoutExpired": subprocess.TimeoutExpired}
+    links.subprocess = SimpleNamespace(**names)  # type: ignore[assignment]
+    target(*arguments)
 
 
 def fa_serve_with_a_short_log() -> None:
@@ -155,12 +170,18 @@ def run_warm(*arguments: str, timeout: float = 60) -> subprocess.CompletedProces
         return subprocess.CompletedProcess(arguments, code, printed, log.read())
 
 
-def warm_module(command: Sequence[str], pass_fds: Sequence[int], env: Mapping[str, str], stdin: int) -> WarmProcess:
-    """`subprocess.Popen` of `python -m module descriptor`."""
+MODULE_NAME = "fa_serve-module"
+"""The name of a process of `warm_module`, whose command line is that of the process which it is forked from."""
+
+
+def warm_module(
+    command: Sequence[str], pass_fds: Sequence[int], env: Mapping[str, str], stdin: int, fault: str = ""
+) -> WarmProcess:
+    """`subprocess.Popen` of `python -m module descriptor`. fault: a program that runs before, as sitecustomize.py does"""
     [descriptor] = pass_fds
     connection = Connection(os.dup(descriptor))
     try:
-        return WarmProcess(partial(_run_module, command[2], connection), environment=env)
+        return WarmProcess(partial(_run_module, command[2], connection, fault), environment=env)
     finally:
         connection.close()
 
@@ -218,7 +239,9 @@ def _run_script(script: Path, connection: Connection) -> None:
     runpy.run_path(str(script), run_name="__main__")
 
 
-def _run_module(module: str, connection: Connection) -> None:
+def _run_module(module: str, connection: Connection, fault: str) -> None:
+    Path("/proc/self/comm").write_text(MODULE_NAME)
+    exec(fault, {})
     sys.argv = [module, str(connection.fileno())]
     runpy.run_module(module, run_name="__main__")
 

@@ -1,6 +1,6 @@
 """Two ranks as processes: the tokens of one rank, lockstep under random traffic, and every way to lose a rank.
 
-A fresh follower takes seconds to start. The tests of how ranks start and end have such followers, and the others forked ones.
+A fresh follower takes seconds to start. The test of ranks whose parent ends has such a follower, and the others forked ones.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ import os
 import random
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,10 +23,12 @@ import torch
 from hf_families import BY_NAME, VOCAB
 from server_process import one_layer
 from streams import collect, until
-from warm_processes import warm_program
+from warm_processes import MODULE_NAME, warm_program, with_warm_followers
 
 from fa_serve.engine import AsyncEngine, Engine, EngineConfig, EngineDeadError, RequestError, SamplingParams
+from fa_serve.engine.parallel import links
 from fa_serve.engine.parallel.leader import Leader, open_ranks
+from fa_serve.engine.process import engine_process
 from fa_serve.engine.request.params import StructuredOutput
 from fa_serve.engine.runner.results import PendingResult
 from fa_serve.spec import ParameterError, UnsupportedModelError
@@ -39,11 +43,13 @@ def followers() -> list[int]:
         if folder.name.isdigit():
             try:
                 command = (folder / "cmdline").read_bytes()
+                name = (folder / "comm").read_text().strip()
                 state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
                 ours = MARK.encode() in (folder / "environ").read_bytes()
             except OSError:  # it has ended, or belongs to another user
                 continue
-            if b"fa_serve.engine.parallel.follower_main" in command and state != "Z" and ours:
+            is_follower = b"fa_serve.engine.parallel.follower_main" in command or name == MODULE_NAME
+            if is_follower and state != "Z" and ours:
                 found.append(int(folder.name))
     return found
 
@@ -238,20 +244,18 @@ def test_tokens_of_an_aborted_sum_are_no_output(make_engine: Any, monkeypatch: p
 
 
 FAULT = """
-import sys
-if "fa_serve.engine.parallel.follower_main" in sys.orig_argv:
-    import torch.distributed
-    def fail(*args, **kwargs):
-        raise OSError("no port")
-    torch.distributed.TCPStore = fail
+import torch.distributed
+def fail(*args, **kwargs):
+    raise OSError("no port")
+torch.distributed.TCPStore = fail
 """
 
 
 @pytest.mark.timeout(60)
-def test_a_follower_that_cannot_join_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("warm_followers")
+def test_a_follower_that_cannot_join_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 would wait for it for half an hour, and the error says why it ended."""
-    (tmp_path / "sitecustomize.py").write_text(FAULT)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(links.subprocess, "Popen", partial(links.subprocess.Popen, fault=FAULT))
     with pytest.raises(EngineDeadError, match="rank 1 of 2 failed: OSError: no port"):
         open_ranks(config(tensor_parallel=2))
 
@@ -285,7 +289,18 @@ def test_settings_that_cannot_work(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         Engine(config(model=tmp_path, tensor_parallel=2))
 
 
-@pytest.mark.usefixtures("warm_engine_processes")
+@pytest.fixture
+def warm_ranks(warm_context: ForkServerContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The processes of engines find everything imported, and so do their followers."""
+
+    def process(target: Callable[..., None], **options: Any) -> Any:
+        return warm_context.Process(target=partial(with_warm_followers, target), **options)
+
+    context = SimpleNamespace(Pipe=warm_context.Pipe, Process=process)
+    monkeypatch.setattr(engine_process, "multiprocessing", SimpleNamespace(get_context=lambda _: context))
+
+
+@pytest.mark.usefixtures("warm_ranks")
 def test_a_killed_rank_ends_every_request_and_is_replaced() -> None:
     """First rank 1, which is replaced, and then rank 0."""
 
@@ -315,20 +330,23 @@ def test_a_killed_rank_ends_every_request_and_is_replaced() -> None:
 
 PARENT = """
 import asyncio, sys
+from warm_processes import fork_engines
 from fa_serve.engine import AsyncEngine, EngineConfig, SamplingParams
 async def main():
-    engine = AsyncEngine(EngineConfig(device="cpu", tensor_parallel=2, process=True, num_pages=800))
+    engine = AsyncEngine(EngineConfig(model=sys.argv[1], device="cpu", tensor_parallel=2, process=True, num_pages=800))
     await engine.start()
     async for output in engine.generate("Once", SamplingParams(max_tokens=1500, ignore_eos=True), "a"):
         sys.stdout.write("x")
         sys.stdout.flush()
 if __name__ == "__main__":
+    fork_engines()
     asyncio.run(main())
 """
 
 
 def test_ranks_end_with_the_process_that_started_them() -> None:
-    with warm_program(PARENT) as parent:
+    """The follower is a fresh interpreter, as that of a user is."""
+    with warm_program(PARENT, one_layer()) as parent:
         assert parent.stdout.read(2) == "xx"
         assert len(followers()) == 1
         parent.kill()  # the fixture waits for the follower

@@ -20,6 +20,7 @@ from typing import Any
 
 import httpx
 import pytest
+from server_process import one_layer
 from warm_processes import WarmProcess, fa_serve
 
 from fa_serve.engine import Engine, EngineConfig, EngineDeadError, SamplingParams
@@ -29,7 +30,15 @@ from fa_serve.engine.parallel.torchrun import KEY, Torchrun
 from fa_serve.spec import ParameterError
 
 SECRET = "a secret of the test"
-SETTINGS = {"device": "cpu", "dtype": "float32", "quantization": "fp8", "seed": 3, "page_size": 8, "num_pages": 300}
+SETTINGS = {
+    "model": one_layer(),
+    "device": "cpu",
+    "dtype": "float32",
+    "quantization": "fp8",
+    "seed": 3,
+    "page_size": 8,
+    "num_pages": 300,
+}
 PROMPTS = ["Once upon a time", "one two three one two"]
 PARAMS = SamplingParams(max_tokens=8, temperature=0.9)
 

@@ -13,16 +13,25 @@ from pathlib import Path
 
 import pytest
 from streams import collect
+from warm_processes import warm_program
 
 from fa_serve.engine import AsyncEngine, EngineConfig
 from fa_serve.engine.process import engine_process
 from fa_serve.engine.process.engine_process import drop_process, start_ahead, take_process
 
-LONELY = """
-import os, sys
+LIGHT = """
+import sys
 from fa_serve.engine.process import engine_process
 engine_process.start_ahead()
+engine_process.drop_process()
 assert "torch" not in sys.modules, "the parent has imported what the process imports"
+"""
+LONELY = """
+import os
+from fa_serve.engine.process import engine_process
+from warm_processes import fork_engines
+fork_engines()
+engine_process.start_ahead()
 print(engine_process._ahead.process.pid, flush=True)
 os._exit(0)
 """
@@ -90,10 +99,14 @@ def test_an_engine_in_a_thread_drops_it(model_folder: str) -> None:
     asyncio.run(main())
 
 
+def test_the_parent_imports_nothing_of_an_engine() -> None:
+    subprocess.run([sys.executable, "-c", LIGHT], check=True)
+
+
 def test_it_ends_with_a_parent_that_has_no_engine() -> None:
+    """Both have been forked with everything imported, so that it reads its connection at once."""
     # the process inherits this pipe, so it is not read to its end
-    parent = subprocess.Popen([sys.executable, "-c", LONELY], stdout=subprocess.PIPE, text=True)
-    assert parent.stdout is not None
+    parent = warm_program(LONELY)
     process = int(parent.stdout.readline())
     assert parent.wait(30) == 0
     deadline = time.monotonic() + 60

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from warm_processes import warm_program
 
 from fa_serve.engine.process import host_memory
 from fa_serve.engine.process.host_memory import GROWTH, MemoryTrimmer
@@ -127,8 +128,8 @@ def test_batches_of_many_sizes_do_not_fill_the_memory(monkeypatch) -> None:
         monkeypatch.delenv(name, raising=False)
     kept = []
     for arguments in ([], ["limit"]):
-        command = [sys.executable, "-c", PRODUCTS, host_memory.__file__, *arguments]
-        kept.append(int(subprocess.run(command, capture_output=True, text=True, check=True).stdout))
+        with warm_program(PRODUCTS, host_memory.__file__, *arguments) as process:
+            kept.append(int(process.stdout.read()))
     print(kept)
     if kept[0] < 60:
         pytest.skip("this processor needs no prepared products")

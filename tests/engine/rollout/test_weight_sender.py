@@ -40,6 +40,10 @@ def server(
     served.end()
 
 
+in_a_thread = pytest.mark.parametrize("server", ["thread"], indirect=True)
+"""Marks a test of the trainer's side, or of the server in front of its engine."""
+
+
 def make_trained(seed: int) -> Any:
     """The model after a step."""
     model = make_model()
@@ -106,6 +110,7 @@ def test_what_the_model_does_not_have_is_refused_before_it_is_sent(server: Serve
     sender.destroy()
 
 
+@in_a_thread
 def test_nobody_can_come_to_the_store_after_all_have_met(server: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     ports: list[int] = []
 
@@ -127,6 +132,7 @@ def test_nobody_can_come_to_the_store_after_all_have_met(server: ServerProcess, 
     sender.destroy()
 
 
+@in_a_thread
 def test_only_the_administrator_makes_a_group(server: ServerProcess) -> None:
     since = time.monotonic()
     with pytest.raises(WeightTransferError, match="has answered 403"):
@@ -134,6 +140,7 @@ def test_only_the_administrator_makes_a_group(server: ServerProcess) -> None:
     assert time.monotonic() - since < 10, "the timeout is longer"
 
 
+@in_a_thread
 def test_a_trainer_without_a_server_is_told(server: ServerProcess) -> None:
     with socket.create_server((LOOPBACK, 0)) as listener:
         url = f"http://{LOOPBACK}:{listener.getsockname()[1]}"
@@ -155,6 +162,7 @@ def test_a_place_where_nobody_can_listen_is_told() -> None:
                 WeightSender("http://127.0.0.1:8000", KEY, host=host, port=where).init_weight_transfer()
 
 
+@in_a_thread
 def test_the_first_server_that_refuses_is_heard(server: ServerProcess) -> None:
     """Those that wait for it fail later, and know less."""
     with socket.create_server((LOOPBACK, 0)) as listener:
@@ -163,6 +171,7 @@ def test_the_first_server_that_refuses_is_heard(server: ServerProcess) -> None:
         WeightSender([server.url, nobody], KEY, timeout=2.0).init_weight_transfer()
 
 
+@in_a_thread
 def test_a_tensor_that_is_divided_between_ranks_is_refused(server: ServerProcess) -> None:
     class Divided(nn.Parameter):
         full_tensor = None
@@ -241,6 +250,7 @@ def test_a_stopped_trainer_is_told_what_the_server_says(server: ServerProcess) -
         sender.send_weights(make_trained(6).named_parameters())
 
 
+@in_a_thread
 def test_several_servers_get_the_same_weights(
     server: ServerProcess, start_server: Callable[..., ServerProcess], model_folder: Path
 ) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from hybrids import BY_NAME
 from peft_adapters import save_adapter
+from server_process import one_layer
 from tiny_models import VOCAB, make_model
 from transformers import GenerationConfig
 from warm_processes import warm_program
@@ -190,7 +191,7 @@ def test_two_engines_have_one_folder(open_engine) -> None:
 KILLED = """
 import sys, threading, os
 from fa_serve.engine import Engine, EngineConfig, SamplingParams
-config = EngineConfig(kv_host_memory=1 << 20, kv_host_folder=sys.argv[1], num_pages=40, device="cpu")
+config = EngineConfig(model=sys.argv[2], kv_host_memory=1 << 20, kv_host_folder=sys.argv[1], num_pages=40, device="cpu")
 engine = Engine(config)
 number = 0
 print("ready", flush=True)
@@ -203,7 +204,8 @@ while True:
 
 def test_what_a_killed_engine_has_written_is_right(tmp_path: Path) -> None:
     """It is killed while it writes. Each file that is there can be read, and gives the tokens of an engine without a folder."""
-    process = warm_program(KILLED, str(tmp_path))
+    model = one_layer()
+    process = warm_program(KILLED, str(tmp_path), model)
     try:
         assert process.stdout.readline() == "ready\n"
         deadline = time.monotonic() + 60
@@ -214,8 +216,8 @@ def test_what_a_killed_engine_has_written_is_right(tmp_path: Path) -> None:
         process.wait()
         process.stdout.close()
     given = [[number % 97 + 3 + k for k in range(200)] for number in range(1, 6)]
-    engine = Engine(EngineConfig(kv_host_memory=MEBIBYTE, kv_host_folder=tmp_path, num_pages=40, device="cpu"))
-    plain = Engine(EngineConfig(num_pages=40, device="cpu"))
+    engine = Engine(EngineConfig(model=model, kv_host_memory=MEBIBYTE, kv_host_folder=tmp_path, num_pages=40, device="cpu"))
+    plain = Engine(EngineConfig(model=model, num_pages=40, device="cpu"))
     try:
         found = answers(engine, given)
         assert [tokens for tokens, _ in found] == [tokens for tokens, _ in answers(plain, given)]
