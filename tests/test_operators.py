@@ -46,8 +46,8 @@ def larger(name: str) -> dict[str, Any]:
 
 
 def sizes_for(compiler: str, dynamic: bool) -> int:
-    """How many sizes of a call are tried. A second fixed size is a second program for inductor's C++ compiler, some seconds each,
-    and what recompiles is the part before it."""
+    """How many sizes of a call are tried. A second fixed size is a second program for the C++ compiler, which takes seconds,
+    and what compiles again is the part before inductor."""
     return 1 if compiler == "inductor" and not dynamic else 2
 
 
