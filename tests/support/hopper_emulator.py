@@ -21,7 +21,6 @@ import contextlib
 import functools
 import inspect
 import re
-import threading
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -91,6 +90,11 @@ from fa_serve.ops.selected_keys import attention as selected_keys
 from fa_serve.ops.selected_keys import gather_wgmma
 
 
+def _as_tensor(x: Any) -> torch.Tensor:
+    """torch.as_tensor, which takes a microsecond for a tensor as well."""
+    return x if isinstance(x, torch.Tensor) else torch.as_tensor(x)
+
+
 class _Shared:
     """A view of shared memory."""
 
@@ -141,38 +145,37 @@ class _Boxes:
 
 
 class _Pointer:
-    def __init__(self, data: torch.Tensor, offset: Any = 0) -> None:
+    """memory: what lies from the tensor's first element on, whatever its strides are"""
+
+    def __init__(self, data: torch.Tensor, offset: Any = 0, memory: torch.Tensor | None = None) -> None:
         self.data = data
         self.offset = offset
+        if memory is None:
+            memory = torch.empty(0, dtype=data.dtype).set_(data.untyped_storage())[data.storage_offset() :]
+        self.memory = memory
         self.dtype = types.SimpleNamespace(element_ty=data.dtype)
 
     def __add__(self, offset: Any) -> _Pointer:
-        return _Pointer(self.data, self.offset + offset)
-
-    def cells(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The memory from the tensor's first element on, whatever its strides are, and the offsets in it."""
-        memory = torch.empty(0, dtype=self.data.dtype).set_(self.data.untyped_storage())
-        return memory[self.data.storage_offset() :], torch.as_tensor(self.offset)
+        return _Pointer(self.data, self.offset + offset, self.memory)
 
     def load(self, mask: Any = None, other: Any = 0) -> torch.Tensor:
-        flat, offset = self.cells()
+        offset = _as_tensor(self.offset)
         if mask is None:
-            return flat[offset].clone()
-        return torch.where(mask, flat[torch.where(mask, offset, 0)], other)
+            return self.memory[offset].clone()
+        return torch.where(mask, self.memory[torch.where(mask, offset, 0)], other)
 
     def store(self, value: Any, mask: Any = None) -> None:
-        flat, offset = self.cells()
-        value = torch.as_tensor(value).to(flat.dtype)
+        offset = _as_tensor(self.offset)
+        value = torch.as_tensor(value).to(self.memory.dtype)
         if mask is None:
-            flat[offset] = value
+            self.memory[offset] = value
         else:
             offset, value, mask = torch.broadcast_tensors(offset, value, mask)
-            flat[offset[mask].long()] = value[mask]
+            self.memory[offset[mask].long()] = value[mask]
 
     def add(self, value: Any) -> torch.Tensor:
-        flat, offset = self.cells()
         old = self.load()
-        flat.index_put_((offset,), torch.as_tensor(value, dtype=flat.dtype), accumulate=True)
+        self.memory.index_put_((_as_tensor(self.offset),), torch.as_tensor(value, dtype=self.memory.dtype), accumulate=True)
         return old
 
 
@@ -265,9 +268,7 @@ def _inline_assembly(text: str, operands: str, values: list[Any], **options: Any
     if "prmt" in text:
         return values[0].view(torch.int16).unflatten(-1, (-1, 2)).flip(-1).flatten(-2).view(torch.int32)
     kind, number = re.match(r"bar\.(sync|arrive) (\d+), 256;", text).groups()  # type: ignore[union-attr]
-    block = current.block
-    with block.machine.lock:
-        barrier = block.named.setdefault(int(number), NamedBarrier())
+    barrier = current.block.named.setdefault(int(number), NamedBarrier())
     getattr(barrier, kind)()
     return None
 
@@ -285,36 +286,23 @@ def _run_threads(work: list[tuple[Block, Callable[..., None], tuple[Any, ...]]],
         current.copies = []
         current.products = []
         current.stores = []
-        try:
-            function(*args)
-            wait_stores(0)
-        except BaseException as error:
-            machine.failures.append(error)
-        finally:
-            machine.count(-1)
+        function(*args)
+        wait_stores(0)
 
-    # a thread that starts others waits for them
-    machine.count(len(work) - (warps is not None))
     counted = zip(warps or [4] * len(work), work, strict=True)
-    threads = [threading.Thread(target=run, args=(count, *item), daemon=True) for count, item in counted]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    machine.count(warps is not None)
+    machine.run([functools.partial(run, count, *item) for count, item in counted])
     if machine.failures:
         raise EmulationError(str(machine.failures[0])) from machine.failures[0]
 
 
 def _atomic_add(pointer: _Pointer, value: Any, sem: str = "") -> torch.Tensor:
-    with current.block.machine.lock:
-        return pointer.add(value)
+    return pointer.add(value)
 
 
 def _tensors(function: Callable[..., torch.Tensor], scalars: Callable[..., Any]) -> Callable[..., Any]:
     def apply(a: Any, b: Any) -> Any:
-        if torch.is_tensor(a) or torch.is_tensor(b):
-            return function(torch.as_tensor(a), torch.as_tensor(b))
+        if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
+            return function(_as_tensor(a), _as_tensor(b))
         return scalars(a, b)
 
     return apply
@@ -355,10 +343,10 @@ def _language() -> types.SimpleNamespace:
         log2=torch.log2,
         expand_dims=lambda x, axis: x.unsqueeze(axis),
         convert_layout=lambda x, layout, assert_trivial=False: x,
-        where=lambda c, a, b: torch.where(torch.as_tensor(c), torch.as_tensor(a), torch.as_tensor(b)),
+        where=lambda c, a, b: torch.where(_as_tensor(c), _as_tensor(a), _as_tensor(b)),
         split=lambda x: x.unbind(-1),
         join=lambda a, b: torch.stack([a, b], -1),
-        cast=lambda x, dtype, bitcast=False: x.view(dtype) if bitcast else torch.as_tensor(x).to(dtype),
+        cast=lambda x, dtype, bitcast=False: x.view(dtype) if bitcast else _as_tensor(x).to(dtype),
         reshape=lambda x, shape: x.reshape(shape),
         permute=lambda x, order: x.permute(order),
         range=range,
@@ -502,7 +490,7 @@ def _definitions(name: str, source: str) -> types.CodeType:
 
 def run_in_block(function: Callable[..., Any], data: torch.Tensor, offset: int, *args: Any) -> None:
     """Run one device function of `kernel_definitions` in a thread block by itself, with a pointer into `data` first."""
-    block = Block(0, 1, Machine(0, 1.0, 0.0))
+    block = Block(0, 1, Machine(0))
     _run_threads([(block, function, (_Pointer(data, offset), *args))])
 
 
@@ -511,9 +499,7 @@ def _on_device(arg: Any) -> Any:
 
 
 @contextlib.contextmanager
-def emulated(
-    resident_blocks: int = 3, seed: int = 0, faults: dict[str, str] | None = None, patience: float = 20.0, delay: float = 1e-4
-) -> Iterator[None]:
+def emulated(resident_blocks: int = 3, seed: int = 0, faults: dict[str, str] | None = None) -> Iterator[None]:
     """Launches inside the `with` block run on the CPU, up to `resident_blocks` thread blocks at a time, as on a small GPU."""
     names = kernel_definitions(faults or {})
 
@@ -522,7 +508,7 @@ def emulated(
             *_, skip_q, left = self._numbers[:11]
             quantize_inputs(*tensors, skip_q=skip_q, left=left)
             return
-        machine = Machine(seed, patience, delay)
+        machine = Machine(seed)
         function = names[self._kernel.__name__]
         grid = self._grid[0]
         wrapped = [None if view is None else _Copy(base, view) for base, view in zip(tensors, self._views, strict=False)]

@@ -1,11 +1,14 @@
 """The threads of the Hopper emulator: the thread blocks that run at a time, the barriers at which their warps wait, and what
-takes place only when they wait for it: copies and products."""
+takes place only when they wait for it: copies and products.
+
+One thread runs at a time, until it waits. So threads do not compete for Python's lock, no delay takes time, a deadlock is seen
+at once, and the same seed gives the same order on any machine.
+"""
 
 from __future__ import annotations
 
 import random
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -36,51 +39,80 @@ class Block:
         self.named: dict[int, NamedBarrier] = {}
 
 
-class Machine:
-    """What all thread blocks share: failures, a lock for atomics, and random delays of up to `delay` seconds.
+class _Wait:
+    """A thread that does not run: it goes on at or after the time `until`, once `ready` returns True."""
 
-    It is a deadlock when every thread waits and none of them may go on, and when one waits for more than `patience` seconds.
+    def __init__(self, ready: Callable[[], bool], until: float) -> None:
+        self.ready = ready
+        self.until = until
+        self.turn = threading.Semaphore(0)
+
+
+class Machine:
+    """What all thread blocks share: failures, and whose turn it is.
+
+    Time stands still while a thread runs. Random delays of up to 1 make others run first. It is a deadlock when every thread
+    waits and none of them may go on: those that wait then fail, and so come to their ends.
     """
 
-    def __init__(self, seed: int, patience: float, delay: float) -> None:
-        self.patience = patience
-        self.delay = delay
+    def __init__(self, seed: int) -> None:
         self.failures: list[BaseException] = []
-        self.lock = threading.Lock()
-        self.random = random.Random(seed)
-        self.running = 0
-        """Threads that have begun and not ended, without those that only wait for the threads that they have started."""
-        self._waits: dict[int, Callable[[], bool]] = {}
-        """What each waiting thread waits for."""
+        self._random = random.Random(seed)
+        self._time = 0.0
+        self._waits: list[_Wait] = []
 
-    def count(self, threads: int) -> None:
-        """So many threads begin, or end where the number is negative."""
-        with self.lock:
-            self.running += threads
+    def run(self, functions: list[Callable[[], None]]) -> None:
+        """Run each in a thread, and return when all have ended."""
+        ended = []
+
+        def run_one(function: Callable[[], None], wait: _Wait) -> None:
+            wait.turn.acquire()
+            try:
+                function()
+            except BaseException as error:
+                self.failures.append(error)
+            ended.append(function)
+            self._next().turn.release()
+
+        for function in functions:
+            wait = _Wait(lambda: True, self._time)
+            self._waits.append(wait)
+            threading.Thread(target=run_one, args=(function, wait), daemon=True).start()
+        self._give_turn(lambda: len(ended) == len(functions), self._time)
 
     def jitter(self, probability: float = 0.2) -> None:
-        if self.random.random() < probability:
-            time.sleep(self.random.random() * self.delay)
+        if self._random.random() < probability:
+            self._give_turn(lambda: True, self._time + self._random.random())
 
-    def wait(self, condition: threading.Condition, ready: Callable[[], bool], what: str) -> None:
-        deadline = time.monotonic() + self.patience
-        self._waits[threading.get_ident()] = ready
-        try:
-            while not ready():
-                if self.failures or (not condition.wait(0.05) and (self._is_stuck() or time.monotonic() > deadline)):
-                    raise EmulationError(f"deadlock: {what}")
-        finally:
-            del self._waits[threading.get_ident()]
+    def wait(self, ready: Callable[[], bool], what: str) -> None:
+        if not ready():
+            self._give_turn(lambda: ready() or bool(self.failures), self._time)
+            if not ready():
+                raise EmulationError(f"deadlock: {what}")
 
-    def _is_stuck(self) -> bool:
-        """No thread can go on. A thread that has just been let go counts as waiting, but what it waits for has come."""
-        waits = list(self._waits.values())
-        return len(waits) == self.running and not any(ready() for ready in waits)
+    def _give_turn(self, ready: Callable[[], bool], until: float) -> None:
+        """Others run, and this thread again when it is ready and its time has come."""
+        mine = _Wait(ready, until)
+        self._waits.append(mine)
+        chosen = self._next()
+        if chosen is not mine:
+            chosen.turn.release()
+            mine.turn.acquire()
+
+    def _next(self) -> _Wait:
+        """The thread that goes on: any that may go on now, or the one whose delay is over first."""
+        able = [wait for wait in self._waits if wait.ready()]
+        if not able:
+            self.failures.append(EmulationError("deadlock: every thread waits"))
+            able = [wait for wait in self._waits if wait.ready()]
+        self._time = max(self._time, min(wait.until for wait in able))
+        chosen = self._random.choice([wait for wait in able if wait.until <= self._time])
+        self._waits.remove(chosen)
+        return chosen
 
 
 class Barrier:
     def __init__(self) -> None:
-        self.condition = threading.Condition()
         self.phase = 0
         self.count = 1
         self.pending = 1
@@ -90,15 +122,13 @@ class Barrier:
         self.count = self.pending = count
 
     def arrive(self, count: int = 1, expected_bytes: int = 0) -> None:
-        with self.condition:
-            self.pending -= count
-            self.bytes += expected_bytes
-            self._turn()
+        self.pending -= count
+        self.bytes += expected_bytes
+        self._turn()
 
     def complete(self, count: int) -> None:
-        with self.condition:
-            self.bytes -= count
-            self._turn()
+        self.bytes -= count
+        self._turn()
 
     def _turn(self) -> None:
         if self.pending < 0:
@@ -106,35 +136,29 @@ class Barrier:
         if self.pending == 0 and self.bytes == 0:
             self.phase += 1
             self.pending = self.count
-            self.condition.notify_all()
 
     def wait(self, parity: int) -> None:
-        with self.condition:
-            current.block.machine.wait(self.condition, lambda: (self.phase & 1) != parity, "mbarrier")
+        current.block.machine.wait(lambda: (self.phase & 1) != parity, "mbarrier")
 
 
 class NamedBarrier:
     """A named barrier of two warpgroups: one arrives, and the other waits for it."""
 
     def __init__(self) -> None:
-        self.condition = threading.Condition()
         self.arrived = 0
         self.turns = 0  # how often both have arrived
 
     def arrive(self) -> int:
-        with self.condition:
-            turn = self.turns
-            self.arrived += 1
-            if self.arrived == 2:
-                self.arrived = 0
-                self.turns += 1
-                self.condition.notify_all()
-            return turn
+        turn = self.turns
+        self.arrived += 1
+        if self.arrived == 2:
+            self.arrived = 0
+            self.turns += 1
+        return turn
 
     def sync(self) -> None:
         turn = self.arrive()
-        with self.condition:
-            current.block.machine.wait(self.condition, lambda: self.turns > turn, "named barrier")
+        current.block.machine.wait(lambda: self.turns > turn, "named barrier")
 
 
 class Barriers:

@@ -96,4 +96,4 @@ FAULTS = {
 def test_the_emulator_sees(fault: str) -> None:
     case = replace(WIDE, bits=True, list_heads="q", block_size=(128, 128), lengths_q=(300,), lengths_k=(500,))
     with pytest.raises((EmulationError, AssertionError, RuntimeError)):
-        check(case, faults=FAULTS[fault], patience=1.0)
+        check(case, faults=FAULTS[fault])

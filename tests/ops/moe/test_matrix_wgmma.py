@@ -133,5 +133,5 @@ FAULTS = {
 def test_faults_are_found(fault: str) -> None:
     problem = Problem(GATES["halves"])
     old, new = FAULTS[fault]
-    with pytest.raises((AssertionError, EmulationError)), emulated(faults={old: new}, patience=1.0):
+    with pytest.raises((AssertionError, EmulationError)), emulated(faults={old: new}):
         problem.check(problem.run())

@@ -1,4 +1,4 @@
-"""What the table says is what is launched: for 10,000 random products and experts, counted where launches happen.
+"""What the table says is what is launched: for thousands of random products and experts, counted where launches happen.
 
 The facts of a product are drawn first. Tensors without memory are made with them, a call is made as the engine makes it, and
 the launches are compared with those of the kernel that the table chooses for the drawn facts, in their order and with its tile.
@@ -17,6 +17,7 @@ import pytest
 import torch
 from meta_weights import meta, meta_weight
 from products_by_kernel import Launched, a_gpu, counted_launches
+from sampled_cases import examples
 from torch import Tensor
 
 from fa_serve import ops
@@ -33,7 +34,7 @@ MACHINES = [
     (90, False, 132),
 ]
 """(architecture, whether Gluon can be compiled, multiprocessors)."""
-CALLS = 10_000
+CALLS = examples(10_000)
 SILU = ops.Gate("silu")
 
 
@@ -239,7 +240,7 @@ def has_tile(launched: Launched, choice: KernelChoice) -> bool:
 
 
 def test_what_the_table_says_is_what_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
-    draw = Draw(0)
+    draw = Draw(1)
     chosen = Counter[str]()
     for arch, gluon, num_sms in MACHINES:
         machine = {"arch": arch, "gluon": gluon, "num_sms": num_sms}
@@ -267,5 +268,5 @@ def test_what_the_table_says_is_what_is_launched(monkeypatch: pytest.MonkeyPatch
     assert sum(chosen.values()) > CALLS
     assert set(chosen) == {kernel.name for kernel in KERNELS}, "each row of the table is met"
     rare = chosen.pop("invariant_wgmma")  # of products in deterministic mode with many tokens on one kind of GPU
-    assert rare >= 10, rare
-    assert min(chosen.values()) >= 20, chosen
+    assert rare >= 3, rare
+    assert min(chosen.values()) >= CALLS // 500, chosen

@@ -59,5 +59,5 @@ FAULTS = {
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_found(fault: str) -> None:
-    with pytest.raises((AssertionError, EmulationError, IndexError)), emulated(faults=dict([FAULTS[fault]]), patience=1.0):
+    with pytest.raises((AssertionError, EmulationError, IndexError)), emulated(faults=dict([FAULTS[fault]])):
         check(200, 200, 200, InvariantWgmmaTile(128, 3, 2), residual=True)

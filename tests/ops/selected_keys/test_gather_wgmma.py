@@ -112,7 +112,7 @@ def test_the_emulator_sees(fault: str) -> None:
 
     def run_with_several_seeds() -> None:
         for seed in range(20):  # a race is not lost every time
-            _compare(case, seed, faults=FAULTS[fault], patience=1.0, delay=5e-3)
+            _compare(case, seed, faults=FAULTS[fault])
 
     with pytest.raises((EmulationError, AssertionError)):
         run_with_several_seeds()

@@ -47,7 +47,7 @@ def test_the_emulator_sees(fault: str) -> None:
 
     def run_with_several_seeds() -> None:
         for seed in range(40):  # a race is not lost every time
-            run_backward(case, seed=seed, faults=FAULTS[fault], patience=1.0, delay=5e-3)
+            run_backward(case, seed=seed, faults=FAULTS[fault])
 
     with pytest.raises((EmulationError, AssertionError)):
         run_with_several_seeds()

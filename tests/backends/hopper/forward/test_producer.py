@@ -34,7 +34,7 @@ def test_the_emulator_sees_a_wrong_phase() -> None:
     wait = "(block_count // var.tiles.stages) & 1) ^ 1)\n    if var.block_k"
     case = Case("", seqlen_q=500, seqlen_k=500, tiles=HopperTiles(2, 64, 2, 2, DYNAMIC))
     with pytest.raises((EmulationError, AssertionError)):
-        run_dense(case, faults={wait: wait.replace(" ^ 1)", ")")}, patience=1.0)
+        run_dense(case, faults={wait: wait.replace(" ^ 1)", ")")})
 
 
 def test_the_emulator_sees_a_counter_that_is_not_reset(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,7 +65,7 @@ PAGE_FAULTS = {
 @pytest.mark.parametrize("fault", PAGE_FAULTS)
 def test_the_emulator_sees_in_pages(fault: str) -> None:
     with pytest.raises((EmulationError, AssertionError)):
-        run_paged(Case("", window=FULL), faults=dict([PAGE_FAULTS[fault]]), patience=2.0)
+        run_paged(Case("", window=FULL), faults=dict([PAGE_FAULTS[fault]]))
 
 
 def test_the_emulator_sees_a_bound_past_the_sequence() -> None:

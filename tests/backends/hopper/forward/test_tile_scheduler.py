@@ -70,9 +70,7 @@ def test_the_number_of_tiles_is_bounded_by_rows_and_by_sequences() -> None:
 
 def test_the_emulator_sees_another_sequences_pages() -> None:
     with pytest.raises((EmulationError, AssertionError)):
-        run_paged(
-            Case("", window=FULL), faults={"tl.store(record + 4, k_start)": "tl.store(record + 4, k_start * 0)"}, patience=2.0
-        )
+        run_paged(Case("", window=FULL), faults={"tl.store(record + 4, k_start)": "tl.store(record + 4, k_start * 0)"})
 
 
 def test_the_emulator_sees_a_sequence_that_should_be_left_out() -> None:

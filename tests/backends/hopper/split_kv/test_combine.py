@@ -6,6 +6,7 @@ import pytest
 import torch
 from cross_compile import compiling_for
 from hopper_emulator import emulated
+from sampled_cases import each_nth
 
 from fa_serve.backends.hopper.forward.tiles import MAX_SPLITS
 from fa_serve.backends.hopper.split_kv.combine import Combine, plan_combine
@@ -63,7 +64,7 @@ def test_combines_rows_of_several_splits(splits: int, dim: int, padded: bool) ->
     assert (out[5] == 7.0).all()
 
 
-@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("dim", each_nth(2, [64, 128, 256]))
 def test_compiles_without_spills_and_shared_reductions(dim: int) -> None:
     combine, buffer, table = problem(4, dim, padded=False)
     with compiling_for("sm90") as kernels:
