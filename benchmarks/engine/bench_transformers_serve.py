@@ -1,7 +1,7 @@
 """`fa-serve serve` beside `transformers serve`, over HTTP and greedy: chats on a CPU, or prompts of a shape on a GPU.
 
-    python -m benchmarks.engine.bench_transformers_serve --json benchmarks/results/transformers_serve.jsonl
-    python -m benchmarks.engine.bench_transformers_serve --shape llama8b --json benchmarks/results/transformers_serve.jsonl
+    python -m benchmarks.engine.bench_transformers_serve                  # on a CPU, about 10 minutes
+    python -m benchmarks.engine.bench_transformers_serve --shape llama8b  # on a GPU
 
 **On a CPU** the servers have the embedded model. All of them run at once and are asked in turn, so that what disturbs one
 disturbs the others. A result is the processor time of a server's processes for each token of its answers: other programs on
@@ -20,10 +20,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import multiprocessing
 import os
-import platform
 import random
 import signal
 import socket
@@ -38,10 +36,10 @@ from pathlib import Path
 from typing import IO, Any, TypeVar
 
 import httpx
-import torch
 import transformers
 
-from benchmarks.measure import commit
+from benchmarks.engine.engine_workloads import SHAPES, make_folder
+from benchmarks.measure import Results
 from fa_serve.demo import model_path
 
 TICKS = os.sysconf("SC_CLK_TCK")
@@ -88,8 +86,9 @@ class Server:
         self.model = str(folder)
         self.ready_path = "/ready" if name == "ours" else "/health"
         self.log = log
+        self.command = command(name, folder, device, self.port)
         self.process = subprocess.Popen(
-            command(name, folder, device, self.port),
+            self.command,
             env={**os.environ, "HF_HUB_OFFLINE": "1"},
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -107,7 +106,7 @@ class Server:
                 time.sleep(0.5)
         self.log.seek(0)
         told = self.log.read()[-4000:]
-        raise SystemExit(f"a server ended, or was not ready within {START_SECONDS:.0f} s: {self.process.args}\n{told}")
+        raise SystemExit(f"a server ended, or was not ready within {START_SECONDS:.0f} s: {self.command}\n{told}")
 
     def stop(self) -> None:
         with suppress(ProcessLookupError):  # it has ended, and was waited for
@@ -193,22 +192,14 @@ def processor_times(servers: dict[str, Server], at_once: int, count: int, rounds
     return found
 
 
-def on_a_cpu(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def on_a_cpu(args: argparse.Namespace, results: Results) -> None:
     """The lines of the embedded model."""
     with running(SERVERS, model_path(), "cpu") as servers:
         for at_once in (1, 16):
             found = processor_times(servers, at_once, args.requests, args.rounds)
             medians = {name: statistics.median(values) for name, values in found.items()}
             ours = medians.pop("ours")
-            peers = {name: round(value, 3) for name, value in medians.items()}
-            yield {
-                "case": f"embedded model, {at_once} at once",
-                "unit": "processor ms/token",
-                "ours": round(ours, 3),
-                "peers": peers,
-                "ratio": round(min(medians.values()) / ours, 3),
-                "cpu": f"{os.cpu_count()} cores, {platform.machine()}",
-            }
+            results.show(f"embedded model on a CPU, {at_once} at once, processor time of a token", "ms", ours, medians)
 
 
 def random_prompts(count: int, vocab_size: int, seed: int) -> list[str]:
@@ -228,16 +219,13 @@ def token_rate(server: Server, at_once: int, count: int, vocab_size: int) -> flo
     return tokens / seconds
 
 
-def of_a_shape(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def of_a_shape(args: argparse.Namespace, results: Results) -> None:
     """The lines of a shape: one server after the other, each with the whole device."""
-    from benchmarks.engine.engine_workloads import SHAPES, make_folder
-
-    rates: dict[str, dict[str, float]] = {}
+    rates: dict[str, dict[str, float]] = {load: {} for load in SHAPE_LOADS}
     with tempfile.TemporaryDirectory(prefix="bench_transformers_serve_") as temporary:
         folder = Path(temporary)
-        # a model in a child's memory would stay on the device
-        context = multiprocessing.get_context("spawn")
-        writer = context.Process(target=make_folder, args=(args.shape, folder, args.device))
+        # in this process, the memory of the model that is written would be lost for the servers
+        writer = multiprocessing.get_context("spawn").Process(target=make_folder, args=(args.shape, folder, args.device))
         writer.start()
         writer.join()
         for name in SERVERS:
@@ -245,39 +233,24 @@ def of_a_shape(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
             with running([name], folder, args.device) as servers:
                 for load, (at_once, count) in SHAPE_LOADS.items():
                     if at_once == 1 or name in BATCHING:
-                        rate = token_rate(servers[name], at_once, count, SHAPES[args.shape]["vocab_size"])
-                        rates.setdefault(load, {})[name] = rate
-    for load, found in rates.items():
-        ours = found.pop("ours")
-        yield {
-            "case": f"{args.shape}, {load}",
-            "unit": "tok/s",
-            "ours": round(ours, 1),
-            "peers": {name: round(rate, 1) for name, rate in found.items()},
-            "ratio": round(ours / max(found.values()), 3),
-            "gpu": torch.cuda.get_device_name() if args.device == "cuda" else None,
-        }
+                        rates[load][name] = token_rate(servers[name], at_once, count, SHAPES[args.shape]["vocab_size"])
+            for load, found in rates.items():
+                peers = {peer: rate for peer, rate in found.items() if peer != "ours"}
+                if peers:  # written after each server, for a run that is cut off
+                    results.show(f"{args.shape}, {load}", "tok/s", found["ours"], peers)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5, help="on a CPU")
     parser.add_argument("--requests", type=int, default=32, help="on a CPU: of each round")
-    parser.add_argument("--shape", help="of engine_workloads.py; without it the embedded model on a CPU")
+    parser.add_argument("--shape", choices=sorted(SHAPES), help="without it the embedded model on a CPU")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="of the shape")
-    parser.add_argument("--json", type=Path, help="file to which the lines are appended")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parents[1] / "results")
     args = parser.parse_args()
-    versions = {"torch": torch.__version__, "transformers": transformers.__version__, "commit": commit()}
-    for found in of_a_shape(args) if args.shape else on_a_cpu(args):
-        line = {
-            "bench": "transformers_serve",
-            **{name: value for name, value in found.items() if value is not None},
-            **versions,
-        }
-        print(json.dumps(line), flush=True)
-        if args.json and line.get("gpu", line.get("cpu")):  # a shape on a CPU tries the script out
-            with args.json.open("a") as file:
-                file.write(json.dumps(line) + "\n")
+    tried_out = args.shape is not None and args.device == "cpu"
+    results = Results("transformers_serve", args.out, kept=not tried_out, transformers=transformers.__version__)
+    (of_a_shape if args.shape else on_a_cpu)(args, results)
 
 
 if __name__ == "__main__":
