@@ -77,6 +77,7 @@ class Recipe:
     weight_decay: float = 0.1
     warmup_steps: int = 100
     evaluations: int = 12
+    tokenizer_chats: int = 2_000  # conversations that the tokenizer is trained on, beside all Python
     python_bytes: int | None = None  # limit for each split; None uses the whole library
     scored_pairs: int | None = None  # pairs of dev and of test that are scored; None scores all
     seed: int = 0
@@ -375,7 +376,8 @@ def run(
     sources = python_sources("train", recipe.python_bytes)
     rng = random.Random(recipe.seed)
     pairs = number_pairs("train")
-    chats = [render(conversation(rng, 8, pairs, short_functions(sources))) for _ in range(2_000)]
+    functions = short_functions(sources)
+    chats = [render(conversation(rng, 8, pairs, functions)) for _ in range(recipe.tokenizer_chats)]
     backend = train_tokenizer([*sources, *chats], recipe.vocab_size)
     print(f"{time.monotonic() - began:.1f} s: tokenizer of {backend.get_vocab_size()} tokens", flush=True)
     data = Dataset.build(recipe, backend, sources, device)

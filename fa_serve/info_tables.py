@@ -58,10 +58,10 @@ SLOWER_WITH_TRITON_3_8 = (
 
 
 ENCODER_ROUTES = {
-    "embed": "/v1/embeddings, /embed, /embed_all; by cosine similarity /v1/rerank, /v2/rerank, /rerank, /score",
+    "embed": "/v1/embeddings, /embed, /embed_all; by cosine similarity /v1/rerank, /v2/rerank, /rerank, /score, /v1/score",
     "token_embed": "/embed_all",
     "sparse": "/embed_sparse",
-    "score": "/v1/rerank, /v2/rerank, /rerank, /score, /classify, /predict",
+    "score": "/v1/rerank, /v2/rerank, /rerank, /score, /v1/score, /classify, /predict",
     "classify": "/classify, /predict",
 }
 """By task: what a server answers."""

@@ -14,7 +14,6 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel, ValidationError
 from pydantic_core import from_json
 from starlette import types as asgi
-from starlette._utils import get_route_path
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -71,7 +70,7 @@ class BodyRoutes:
     async def __call__(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
         # as FastAPI finds its routes, which would answer a POST that is not found here: in an application that mounts this one,
         # paths begin with the mount's
-        path = get_route_path(scope) if scope["type"] == "http" else None
+        path = _route_path(scope) if scope["type"] == "http" else None
         if path not in self._routes or scope["method"] != "POST":
             await self._app(scope, receive, send)
             return
@@ -105,6 +104,13 @@ class BodyRoutes:
         if received:
             received.release()
         return body
+
+
+def _route_path(scope: asgi.Scope) -> str:
+    """The path behind that of a mount, if there is one: as Starlette's private `get_route_path` (starlette/_utils.py)."""
+    path: str = scope["path"]
+    behind = path.removeprefix(scope.get("root_path", ""))
+    return behind if behind[:1] in ("", "/") else path
 
 
 def _model_of(route: APIRoute) -> type[BaseModel]:

@@ -64,6 +64,7 @@ ANTHROPIC_TYPES = {
 RETRY_SECONDS = 5  # when a client may try again while the server loads, drains or restarts, or a process of it does
 MIN_PATH = 5  # characters of a path that may be a part of another one
 MAX_NAME = 200  # characters of an unknown name that an error repeats
+MAX_NAMED = 8  # names that could be meant in its place
 
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = 77

@@ -186,6 +186,7 @@ class SamplingRequest(StrictModel):
 
 
 class CompletionRequest(SamplingRequest):
+    max_tokens: int | None = Field(None, ge=0, description="0 is allowed with echo: the prompt comes back with its scores.")
     prompt: Prompt
     echo: bool | None = None
     logprobs: int | None = Field(None, ge=0, le=20)
@@ -194,6 +195,14 @@ class CompletionRequest(SamplingRequest):
 
     NOT_FOR_BEAMS: ClassVar[Unsupported] = {**SamplingRequest.NOT_FOR_BEAMS, "best_of": NOTHING, "echo": (False,)}
     UNSUPPORTED: ClassVar[Unsupported] = {"suffix": NOTHING}
+
+    @model_validator(mode="after")
+    def _check_max_tokens(self) -> CompletionRequest:
+        if self.max_tokens == 0 and not self.echo:
+            raise field_error("max_tokens", "must be at least 1 unless echo is true")
+        if self.max_tokens == 0 and self.min_tokens:
+            raise field_error("min_tokens", "must be 0 when max_tokens is 0")
+        return self
 
     @model_validator(mode="after")
     def _check_best_of(self) -> CompletionRequest:

@@ -19,7 +19,7 @@ from .bounds.costs import Costs
 from .bounds.deadline_thread import DeadlineThread
 from .bounds.isolation import Isolation
 from .bounds.json_bounds import JsonBounds
-from .errors import MAX_NAME, RETRY_SECONDS, BadRequest, NotFound, TooManyRequests, Unavailable
+from .errors import MAX_NAME, MAX_NAMED, RETRY_SECONDS, BadRequest, NotFound, TooManyRequests, Unavailable
 from .observe.metrics import LoopDelay, Metrics, ScrapedText
 from .replies import ModelCard
 from .settings import Settings
@@ -267,7 +267,10 @@ class Service:
 
     def require_model(self, name: str | None) -> None:
         if name is not None and name != self.model_name and not self.adapters.knows(name):
-            message = f"The model {name[:MAX_NAME]!r} does not exist. This server serves {self.model_name!r}."
+            served = [self.model_name, *self.engine.adapters]
+            more = f" and {len(served) - MAX_NAMED} more" if len(served) > MAX_NAMED else ""
+            shown = ", ".join(map(repr, served[:MAX_NAMED]))
+            message = f"The model {name[:MAX_NAME]!r} does not exist. This server serves {shown}{more}."
             raise NotFound(message, param="model", code="model_not_found")
 
     @property

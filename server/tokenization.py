@@ -317,8 +317,8 @@ class Tokenization:
             messages = [message.rendered(forms.in_parts(message.role_of_template)) for message in given_messages]
             given = (messages, [tool.rendered() for tool in tools] or None, variables)
             if self._special_tokens_in_content:
-                return Prompt(template.render(*given, trial))
-            return self._names.apply(partial(template.render, trial=trial), *given)
+                return Prompt(template.render(*given, trial, body.prompt_end))
+            return self._names.apply(partial(template.render, trial=trial, end=body.prompt_end), *given)
 
         def encode(prompt: Prompt) -> EncodedChat:
             return EncodedChat(self._ids(prompt.text, False, "messages", prompt.plain), prompt.text)

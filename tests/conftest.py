@@ -127,25 +127,13 @@ def warm_followers(warm_context: ForkServerContext, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.fixture
-def warm_trials(warm_context: ForkServerContext, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def warm_trials(warm_context: ForkServerContext) -> Iterator[None]:
     """The processes of trials find everything imported. tests/sandbox starts fresh interpreters. They end with the test."""
-    from warm_processes import WarmProcess, warm_trial_process
+    from warm_processes import end_processes, forked_trials
 
-    from fa_serve.sandbox import trials
-
-    started: list[WarmProcess] = []
-
-    def start(command: list[str], **options: Any) -> WarmProcess:
-        started.append(warm_trial_process(command, **options))
-        return started[-1]
-
-    names = {"Popen": start, "DEVNULL": subprocess.DEVNULL, "TimeoutExpired": subprocess.TimeoutExpired}
-    monkeypatch.setattr(trials, "subprocess", SimpleNamespace(**names))
-    yield
-    for process in started:
-        process.kill()
-        process.wait(10)
-        process.stdout.close()
+    with forked_trials() as started:
+        yield
+    end_processes(started)
 
 
 @pytest.fixture(scope="session")

@@ -25,7 +25,8 @@ from fa_serve.demo import model_path
 
 @pytest.fixture(scope="module")
 def model() -> LlamaForCausalLM:
-    return AutoModelForCausalLM.from_pretrained(model_path()).eval()
+    """In float32, because products of bfloat16 are slow on a CPU."""
+    return AutoModelForCausalLM.from_pretrained(model_path(), dtype=torch.float32).eval()
 
 
 @pytest.fixture(scope="module")
@@ -100,10 +101,10 @@ def test_the_card_tells_the_truth_about_the_files(model: LlamaForCausalLM, card:
 
 
 def test_adds_numbers_it_was_never_shown_together(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
-    prompts = held_out_prompts(80)
+    prompts = held_out_prompts(40)
     replies = greedy_replies(model, tokenizer, [prompt for prompt, _ in prompts])
     wrong = [(reply, answer) for reply, (_, answer) in zip(replies, prompts, strict=True) if reply != answer]
-    assert len(wrong) <= 2, wrong
+    assert len(wrong) <= 1, wrong
 
 
 def test_adds_in_the_middle_of_a_conversation(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:

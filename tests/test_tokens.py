@@ -13,7 +13,7 @@ import openai
 import pytest
 import torch
 from server_process import ServerProcess
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from fa_serve.demo import model_path
 from fa_serve.engine import Engine, EngineConfig, SamplingParams
@@ -39,9 +39,12 @@ def tokenizer() -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(model_path())
 
 
-def _generate(attention: str, prompts: list[list[int]]) -> list[list[int]]:
+def _model(attention: str) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(model_path(), dtype=torch.float32, attn_implementation=attention)
+
+
+def _generate(model: PreTrainedModel, prompts: list[list[int]]) -> list[list[int]]:
     """The tokens of transformers' `generate` for one left-padded batch, up to the end token."""
-    model = AutoModelForCausalLM.from_pretrained(model_path(), dtype=torch.float32, attn_implementation=attention)
     longest = max(map(len, prompts))
     ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
     mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
@@ -57,11 +60,12 @@ def _before_end(tokens: list[int]) -> list[int]:
 @pytest.fixture(scope="module")
 def eager(tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     """One prompt at a time, so without padding, without a batch, and each with a new cache."""
-    return [_generate("eager", [tokenizer(prompt)["input_ids"]])[0] for prompt in PROMPTS]
+    model = _model("eager")
+    return [_generate(model, [tokenizer(prompt)["input_ids"]])[0] for prompt in PROMPTS]
 
 
 def test_generate(tokenizer: PreTrainedTokenizerBase, eager: list[list[int]]) -> None:
-    assert _generate("fa_serve", [tokenizer(prompt)["input_ids"] for prompt in PROMPTS]) == eager
+    assert _generate(_model("fa_serve"), [tokenizer(prompt)["input_ids"] for prompt in PROMPTS]) == eager
 
 
 def test_engine(tokenizer: PreTrainedTokenizerBase, eager: list[list[int]]) -> None:

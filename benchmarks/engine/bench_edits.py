@@ -68,7 +68,7 @@ class Size:
 SIZES = {
     "embedded": Size(Recipe(max_length=1024), 32, 4000, 40_000, 1300, 600),
     "small": Size(Recipe(max_length=192, hidden_size=128, num_layers=3, intermediate_size=160), 24, 2200, 12_000, 240, 110),
-    "tiny": Size(Recipe(max_length=192, hidden_size=64, num_layers=1, intermediate_size=64), 4, 3, 64, 240, 20),
+    "tiny": Size(Recipe(max_length=192, hidden_size=64, num_layers=1, intermediate_size=64), 4, 3, 64, 240, 8),
 }
 
 
@@ -180,7 +180,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     args = parser.parse_args()
     size = SIZES[args.size]
-    limit = 1_000_000 if args.size == "tiny" else None
+    limit = 200_000 if args.size == "tiny" else None
     tokenizer = Tokenizer.from_file(str(model_path() / "tokenizer.json"))
     model = new_model(size.recipe, tokenizer).to(args.device)
     train(model, tokenizer, size, python_sources("train", limit))

@@ -48,7 +48,8 @@ START_SECONDS = 600.0
 BOUNDS = {"--cb-block-size": 16, "--cb-num-blocks": 512, "--cb-max-batch-tokens": 512}
 OUR_BOUNDS = {"--page-size": 16, "--num-pages": 512, "--max-num-batched-tokens": 512}
 GPU_FLAGS = ["--no-prefix-caching", "--max-model-len", "4096"]
-TOKENS_IN, TOKENS_OUT = 256, 128
+TOKENS_IN = 256
+TOKENS_OUT = 128
 SHAPE_LOADS = {"1 at once": (1, 4), "64 at once": (64, 256)}
 """Name of a load: how many requests are in flight, and how many are sent in all."""
 Answer = TypeVar("Answer", str, int)

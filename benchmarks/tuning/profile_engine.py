@@ -44,6 +44,10 @@ from benchmarks.engine.engine_workloads import (
 BATCHES = (1, 16, 64, 256)
 LENGTH = 640
 """Tokens of a sequence in a step that is measured."""
+PROMPT = 512
+"""Tokens of a prompt whose prefill is profiled."""
+STEPS = 20
+"""Decoding steps that are timed, and as many that are profiled."""
 WAITING = "waiting"
 """The part of a step in which the host waits for results; all other parts are its work."""
 
@@ -160,7 +164,7 @@ def profile_shape(shape: str, args: argparse.Namespace) -> None:
     if time.time() < end:
         count = min(16, args.requests or 16)
         step = prefill_step(engine, count)
-        say(f"prefill, {count} x 512 tokens: {step}")
+        say(f"prefill, {count} x {PROMPT} tokens: {step}")
         say(step.table(args.top))
         say(host_profile(partial(prefill_step, engine, count), 2 * args.top))
     engine.close()
@@ -260,14 +264,14 @@ class Step:
 T = TypeVar("T")
 
 
-def decode_step(engine: Any, batch: int, look: Callable[[Callable[[], object], int], T], steps: int = 20) -> T:
+def decode_step(engine: Any, batch: int, look: Callable[[Callable[[], object], int], T]) -> T:
     """What `look` says of steps in the middle of decoding; the sequences have about LENGTH tokens.
 
     look: is given a function that runs a step, and how many of them to look at
     """
     from fa_serve.engine import SamplingParams
 
-    prompts = Workload([(LENGTH - steps, 1)] * batch).prompts(f"profile {batch}", engine.vocab_size)
+    prompts = Workload([(LENGTH - STEPS, 1)] * batch).prompts(f"profile {batch}", engine.vocab_size)
     for row, prompt in enumerate(prompts):
         engine.add_request(f"decode-{row}", prompt, SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True))
     started: set[str] = set()
@@ -275,7 +279,7 @@ def decode_step(engine: Any, batch: int, look: Callable[[Callable[[], object], i
         started |= {output.request_id for output in engine.step() if output.token_ids}
     for _ in range(5):
         engine.step()
-    seen = look(engine.step, steps)
+    seen = look(engine.step, STEPS)
     for row in range(batch):
         engine.abort(f"decode-{row}")
     while engine.has_unfinished():
@@ -287,7 +291,7 @@ def prefill_step(engine: Any, count: int) -> Step:
     """One step that computes prompts only, from requests to first tokens."""
     from fa_serve.engine import SamplingParams
 
-    prompts = Workload([(512, 1)] * count).prompts("profile prefill", engine.vocab_size)
+    prompts = Workload([(PROMPT, 1)] * count).prompts("profile prefill", engine.vocab_size)
     params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 
     def step() -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
 from typing import Any
 
-from fa_serve.engine import RequestOutput, TokenLogprob
+from fa_serve.engine import RequestOutput, SamplingParams, TokenLogprob
 
 from ..errors import BadRequest
 from ..replies import CompletionLogprobs, PromptLogprobs
 from ..schemas import CompletionRequest
 from .answer import Answer
+from .generation import Job
 from .logprobs import TextOffsets, for_completion
 from .size import COMPLETION_LOGPROB, PROMPT_LOGPROB, TEXT, AnswerSize
 
@@ -51,7 +53,14 @@ class CompletionAnswer(Answer):
         return AnswerSize(per_prompt_token=ids + echoed + prompt_scores, once=0, per_token=ids + scored)
 
     def _max_tokens(self) -> int | None:
-        return self._body.max_tokens
+        """The engine computes at least one token, which `_sequences` takes away where none was asked for."""
+        return 1 if self._body.max_tokens == 0 else self._body.max_tokens
+
+    def _sequences(
+        self, job: Job, number: int, prompt: list[int], params: SamplingParams
+    ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        sequences = super()._sequences(job, number, prompt, params)
+        return _without_answers(sequences) if self._body.max_tokens == 0 else sequences
 
     def _default_max_tokens(self, room: int) -> int:
         return min(DEFAULT_TOKENS, room)
@@ -101,6 +110,21 @@ class CompletionAnswer(Answer):
     def _before(self, index: int) -> str:
         """The text that comes before the generated text: the prompt, if it is echoed."""
         return self._echo[index // self._n] if self._body.echo else ""
+
+
+async def _without_answers(
+    sequences: AsyncGenerator[tuple[int, RequestOutput], None],
+) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+    """Outputs that have no token and end at the limit of 0 tokens."""
+    async with aclosing(sequences) as outputs:
+        async for index, output in outputs:
+            output.text = ""
+            output.token_ids = []
+            output.logprobs = output.stop_string = None
+            output.num_output_tokens = 0
+            if output.finished:
+                output.finish_reason = "length"
+            yield index, output
 
 
 def _joined(*choices: dict[str, Any]) -> dict[str, Any] | None:

@@ -70,7 +70,8 @@ class TextOffsets:
         """Where the next token begins. data: its bytes"""
         incomplete = self._decoder.getstate()[0]
         text = self._decoder.decode(data)
-        begin = self._end + bool(incomplete and text.startswith("\ufffd"))  # which was not gone on with
+        is_new = text.startswith("\ufffd") and not (incomplete + data).startswith("\ufffd".encode())
+        begin = self._end + bool(incomplete and is_new)  # what was incomplete is not gone on with
         self._end += len(text)
         return begin
 

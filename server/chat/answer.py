@@ -28,6 +28,7 @@ class ChatAnswer(Answer):
     _tool_format: how the model writes calls, or None if that is not known
     _may_call:    the model decides whether it calls tools: they are offered, and no call is forced
     _thinks:      the answer may begin with thoughts
+    _continued:   the text of the last message, if the answer continues it
     """
 
     kind = "chat.completion"
@@ -39,6 +40,7 @@ class ChatAnswer(Answer):
     def __init__(self, body: ChatRequest, service: Service, key: str | None):
         super().__init__(body, service, key)
         self._tools = body.offered_tools()
+        self._continued = body.messages[-1].last_text if body.continue_final_message else None
         self._readers: dict[int, MessageReader] = {}
         self._template = self._tokenization.template(body, self._tools)
         parser = service.settings.tool_call_parser
@@ -113,7 +115,7 @@ class ChatAnswer(Answer):
 
     def _structured(self) -> StructuredOutput | None:
         """The request's output itself, or a grammar in which thoughts come before it and calls may take its place."""
-        thoughts = opened_by(self._text) if self._thinks else False
+        thoughts = opened_by(self._text, self._continued) if self._thinks else False
         asked = self._constraint
         if asked is None or (thoughts is False and not self._may_call):
             return super()._structured()
@@ -160,7 +162,8 @@ class ChatAnswer(Answer):
         return self._readers[index]
 
     def _new_reader(self) -> MessageReader:
-        thoughts = ThoughtReader(opened_by(self._text)) if self._thinks else None
+        inside = opened_by(self._text, self._continued)
+        thoughts = ThoughtReader(inside, begun=self._continued is not None) if self._thinks else None
         id_length = self._tool_format.id_length if self._tool_format else None
         named = self._body.named_tool()
         if named is not None:

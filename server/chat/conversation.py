@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import AfterValidator, Field, PrivateAttr, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError, from_json
@@ -129,6 +129,11 @@ class Message(StrictModel):
         return length + sum(call.length() for call in self.tool_calls or ())
 
     @property
+    def last_text(self) -> str | None:
+        """The text with which its content ends; None if there is none."""
+        return self.content[-1].text if isinstance(self.content, list) else self.content
+
+    @property
     def role_of_template(self) -> str:
         """The name of the role that chat templates know."""
         return "system" if self.role == "developer" else self.role
@@ -211,6 +216,13 @@ class ResponseFormat(StrictModel):
         return self
 
 
+class PromptEnd(NamedTuple):
+    """Where the prompt of a conversation ends, in the words of transformers' `apply_chat_template`."""
+
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+
+
 class TemplateFields(StrictModel):
     """The fields besides the messages that the chat template turns into a prompt."""
 
@@ -219,6 +231,12 @@ class TemplateFields(StrictModel):
     tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] | None = None
     chat_template: NonEmpty | None = Field(None, description="Replaces the model's chat template, if the server allows it.")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables for the chat template.")
+    add_generation_prompt: bool | None = Field(
+        None, description="Whether the prompt ends with the beginning of an answer, as it does without this field."
+    )
+    continue_final_message: bool | None = Field(
+        None, description="The prompt ends within the last message, which goes on. Only if add_generation_prompt is false."
+    )
 
     @field_validator("tools")
     @classmethod
@@ -227,6 +245,19 @@ class TemplateFields(StrictModel):
         if len(set(names)) < len(names):
             raise PydanticCustomError("names", "must have different names")
         return tools
+
+    @property
+    def prompt_end(self) -> PromptEnd:
+        return PromptEnd(self.add_generation_prompt is not False, bool(self.continue_final_message))
+
+    def check_prompt_end(self, messages: Sequence[Message]) -> None:
+        """Raise an error for fields that contradict each other, and for a last message that cannot go on."""
+        if not self.continue_final_message:
+            return
+        if self.add_generation_prompt is not False:
+            raise field_error("continue_final_message", "is only allowed when add_generation_prompt is false")
+        if messages[-1].tool_calls or messages[-1].last_text is None:
+            raise field_error("continue_final_message", "is only allowed when the last message ends with a text")
 
     def place_images(self, places: list[str]) -> None:
         """Say where the images of this request are in that of the client."""
@@ -288,6 +319,7 @@ class ChatRequest(TemplateFields, SamplingRequest):
             raise field_error("tool_choice", "is only allowed with tools")
         if isinstance(self.tool_choice, NamedTool) and self.named_tool() is None:
             raise field_error("tool_choice", "must name one of the tools")
+        self.check_prompt_end(self.messages)
         return self
 
     def offered_tools(self) -> list[Tool]:
@@ -319,4 +351,5 @@ class TokenizeRequest(TemplateFields):
         for field in TemplateFields.model_fields:
             if self.prompt is not None and getattr(self, field) is not None:
                 raise field_error(field, "is only allowed with messages")
+        self.check_prompt_end(self.messages or ())
         return self

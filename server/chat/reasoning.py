@@ -21,8 +21,13 @@ def held_back(text: str, marker: str) -> int:
     return next((n for n in range(longest, 0, -1) if text.endswith(marker[:n])), 0)
 
 
-def opened_by(prompt: str) -> bool | None:
-    """True if an answer to this prompt begins inside thoughts, False if it begins after them, None if the model decides."""
+def opened_by(prompt: str, continued: str | None = None) -> bool | None:
+    """True if an answer to this prompt begins inside thoughts, False if it begins after them, None if the model decides.
+
+    continued: the message that the answer continues, if it does
+    """
+    if continued and not continued.isspace():
+        return continued.rfind(OPENING) > continued.rfind(CLOSING)
     end = prompt[-64:].rstrip()
     if end.endswith(OPENING):
         return True
@@ -30,12 +35,12 @@ def opened_by(prompt: str) -> bool | None:
 
 
 class ThoughtReader:
-    """`inside` is what `opened_by` returns for the prompt."""
+    """`inside` is what `opened_by` returns for the prompt. begun: the prompt ends within a thought, which goes on"""
 
-    def __init__(self, inside: bool | None):
+    def __init__(self, inside: bool | None, begun: bool = False):
         self._part = {True: "thoughts", False: "answer", None: "start"}[inside]
         self._text = ""  # has arrived and has not been given out
-        self._begun = False  # some thought that is not white space has arrived
+        self._begun = begun  # some thought that is not white space has arrived
 
     def read(self, text: str, last: bool = False) -> tuple[str, str]:
         """The thoughts and the answer that are certain by now. With `last`, everything that is left."""

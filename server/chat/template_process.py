@@ -56,8 +56,9 @@ def first_showing(
 
 
 def prepare(given: dict[str, Any]) -> Callable[[bytes], bytes]:
-    """The function takes a template, messages, tools and variables, and returns the text or an error, in JSON. With `groups` of
-    conversations and `words` in the place of messages and tools it returns what `first_showing` finds.
+    """The function takes a template, messages, tools, variables and the `end` (`PromptEnd` of conversation.py), and returns the
+    text or an error, in JSON. With `groups` of conversations and `words` in the place of messages and tools it returns what
+    `first_showing` finds.
 
     given: max_chars, the characters that a prompt can have; a longer text is null
     """
@@ -73,7 +74,7 @@ def prepare(given: dict[str, Any]) -> Callable[[bytes], bytes]:
                 [messages],
                 asked.get("tools"),
                 chat_template=asked["template"],
-                add_generation_prompt=True,
+                **asked["end"],
                 **asked["variables"],
             )
         except MemoryError:

@@ -28,12 +28,14 @@ from fa_serve.sandbox.trials import Trial
 
 from ..errors import BadRequest, HttpError, parameter_refused
 from .content_forms import PROBE, PROBE_FORMS, STRINGS, TOOL_IMAGES, ContentForms, Conversation, find_forms
+from .conversation import PromptEnd
 from .reasoning import CLOSING, OPENING
 from .template_process import MAX_REASON, OutputTooLongError, bound_output, first_showing
 from .tools import ToolFormat, detect_format
 
 MESSAGE_NAME = re.compile(r"""message(\.name|\[['"]name['"]|\.get\(['"]name['"])""")
 ROLES = {"system", "user", "assistant", "tool"}  # which every template knows or refuses
+ANSWER = PromptEnd()
 LARGE_FACTOR = 10_000_000
 RESERVED = {"conversation", "messages", "self", "tools"}
 # what a template can raise for a conversation or a variable that is not of the kind that it expects
@@ -110,13 +112,15 @@ class Template:
         """As `first_showing` of template_process.py."""
         if trial is None:
             return first_showing(self._render_probe, groups, words)
-        given = {"template": self._text, "groups": groups, "words": words, "variables": self._tokenizer.special_tokens_map}
+        variables = self._tokenizer.special_tokens_map
+        end = ANSWER._asdict()
+        given = {"template": self._text, "groups": groups, "words": words, "variables": variables, "end": end}
         found: list[int | None] = json.loads(trial.run(to_json(given)))["found"]
         return found
 
     def _render_probe(self, conversation: Conversation) -> str | None:
         try:
-            return self._apply(conversation, None, {})
+            return self._apply(conversation, None, {}, ANSWER)
         except (OutputTooLongError, *FAILURES):
             return None
 
@@ -135,9 +139,11 @@ class Template:
         tools: list[dict[str, Any]] | None,
         variables: dict[str, Any],
         trial: Trial | None = None,
+        end: PromptEnd = ANSWER,
     ) -> str:
         """The prompt, up to the point where the assistant's answer begins. Raises BadRequest, which names the field.
 
+        end:   with `continue_final_message` the text of the last message has no end, and nothing is behind it
         trial: where the template runs, with TrialError if it takes too much; without one, it runs in this thread
         """
         if tools and not self.reads("tools"):
@@ -154,9 +160,9 @@ class Template:
             raise BadRequest(f"The chat template is refused: {rule}.", param="messages")
         try:
             if trial is None:
-                text = self._apply(messages, tools, variables)
+                text = self._apply(messages, tools, variables, end)
             else:
-                text = self._render_on_trial(messages, tools, variables, trial)
+                text = self._render_on_trial(messages, tools, variables, end, trial)
         except OutputTooLongError:
             error = self._reader.too_long(f"more than {self._reader.max_chars}")
             raise parameter_refused(error, "messages") from None
@@ -172,11 +178,13 @@ class Template:
             raise BadRequest(refusal, param="messages", code="invalid_value")
         return prompt
 
-    def _apply(self, messages: Conversation, tools: list[dict[str, Any]] | None, variables: dict[str, Any]) -> str:
+    def _apply(
+        self, messages: Conversation, tools: list[dict[str, Any]] | None, variables: dict[str, Any], end: PromptEnd
+    ) -> str:
         """What transformers makes of it, in this thread."""
         bound_output(self._text, self._reader.max_chars)
         apply = self._tokenizer.apply_chat_template
-        text = apply(messages, tools, chat_template=self._text, tokenize=False, add_generation_prompt=True, **variables)
+        text = apply(messages, tools, chat_template=self._text, tokenize=False, **end._asdict(), **variables)
         return str(text)
 
     def _refuse_if_broken(self) -> None:
@@ -200,13 +208,19 @@ class Template:
         return str(text).rpartition(PROBE)[2] if PROBE in str(text) else ""
 
     def _render_on_trial(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, variables: dict[str, Any], trial: Trial
+        self,
+        messages: list[dict[str, Any]],
+        tools: list[dict[str, Any]] | None,
+        variables: dict[str, Any],
+        end: PromptEnd,
+        trial: Trial,
     ) -> str:
         given = {
             "template": self._text,
             "messages": messages,
             "tools": tools,
             "variables": self._tokenizer.special_tokens_map | variables,
+            "end": end._asdict(),
         }
         reply = json.loads(trial.run(to_json(given)))
         if "error" in reply:

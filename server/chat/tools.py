@@ -109,7 +109,8 @@ class ToolReader:
         while self._position < len(self._text) and self._state():
             pass
         if last:
-            self._add_content("".join(self._raw or ()) + self._text[self._position :])
+            if self._format.opening:  # otherwise what is left is a call that was cut off before its name
+                self._add_content("".join(self._raw or ()) + self._text[self._position :])
             if not self.num_calls:
                 self._content += self._space
             self._text = ""

@@ -178,6 +178,12 @@ class Turn(StrictModel):
             messages.append(message(self.role, content=_content(parts)))
         return messages
 
+    @property
+    def can_go_on(self) -> bool:
+        """Whether it is the beginning of an answer, which the answer continues."""
+        kinds = ["text"] if isinstance(self.content, str) else [block.type for block in self.content]
+        return self.role == "assistant" and "text" in kinds and "tool_use" not in kinds
+
     def image_places(self, place: str) -> list[str]:
         """Where its images are, in the order of `messages`. place: of this turn"""
         return _image_places(self._blocks(), f"{place}.content")
@@ -286,8 +292,9 @@ class CountTokensRequest(Translated):
 
     @model_validator(mode="after")
     def _check_last(self) -> CountTokensRequest:
-        if self.messages[-1].role == "assistant":
-            raise field_error("messages", "must not end with a message of the assistant, whose text cannot be continued")
+        last = self.messages[-1]
+        if last.role == "assistant" and not last.can_go_on:
+            raise field_error("messages", "may end with a message of the assistant only if it has a text and no tool_use")
         return self
 
     def translated(self) -> ChatRequest:
@@ -303,6 +310,7 @@ class CountTokensRequest(Translated):
         chosen = self.tool_choice
         output = self.output_config and self.output_config.format
         schema = {"type": "json_schema", "json_schema": {"name": "output", "schema": output.schema_}} if output else None
+        goes_on = self.messages[-1].can_go_on
         return {
             "model": self.model,
             "messages": messages,
@@ -310,6 +318,8 @@ class CountTokensRequest(Translated):
             "tool_choice": chosen and chosen.choice(),
             "parallel_tool_calls": False if chosen and chosen.disable_parallel_tool_use else None,
             "response_format": schema and ResponseFormat.model_validate(schema),
+            "add_generation_prompt": not goes_on,
+            "continue_final_message": goes_on,
         }
 
 

@@ -122,6 +122,7 @@ def _ranked(body: RerankRequest, request: Request, with_texts: bool) -> Response
 
 
 @pooling_router.post("/score", response_model=ScoreList, tags=["Pooling"])
+@pooling_router.post("/v1/score", response_model=ScoreList, tags=["Pooling"])
 async def score(body: ScoreRequest, request: Request) -> Response:
     """The scores of pairs of texts."""
     call = _Call(body, request, "text_2")

@@ -39,5 +39,6 @@ def test_it_runs_from_start_to_end(tmp_path: Path, monkeypatch, capsys) -> None:
         return dict.fromkeys(bench_edits.AT_ONCE, 1.0), done, None
 
     monkeypatch.setattr(bench_edits, "answers", answers)
+    monkeypatch.setattr(bench_edits, "train", lambda *_: None)
     with pytest.raises(SystemExit, match="differ from those without: no figure is reported"):
         bench_edits.main()

@@ -54,6 +54,8 @@ REQUEST = """
 class LoRARequest:
     def __init__(self, name, number, folder): self.folder = folder
 """
+TORCH = "class cuda:\n    is_available = staticmethod(lambda: False)\n"
+"""All of PyTorch that the peer's process asks for, where importing it takes most of the time."""
 
 
 @pytest.mark.parametrize("whole", [True, False])
@@ -61,6 +63,7 @@ def test_a_peer_is_asked_without_adapters_first_and_its_words_are_kept(tmp_path:
     (tmp_path / "vllm" / "lora").mkdir(parents=True)
     (tmp_path / "vllm" / "__init__.py").write_text(PEER)
     (tmp_path / "vllm" / "lora" / "request.py").write_text(REQUEST)
+    (tmp_path / "torch.py").write_text(TORCH)
     folder = write_adapter(tmp_path / "adapter", linear_layers(make_model()), 8, seed=0)
     if not whole:
         (folder / "adapter_config.json").write_text("{}")

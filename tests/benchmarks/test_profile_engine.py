@@ -64,8 +64,10 @@ def test_the_floor_has_the_keys_and_values_that_layers_see(shape: str, numbers: 
 def test_one_command_prints_steps_beside_their_floors(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     monkeypatch.setattr(engine_workloads, "SHAPES", dict(SHAPES))
     monkeypatch.setitem(engine_workloads.TINY, "num_hidden_layers", 1)
+    monkeypatch.setattr(profile_engine, "LENGTH", 64)
+    monkeypatch.setattr(profile_engine, "STEPS", 3)
     make_tiny()
-    args = Namespace(shapes=["qwen30a3b-w4"], device="cpu", budget=60.0, requests=1, tensor_parallel=1, set={"num_pages": 256})
+    args = Namespace(shapes=["qwen30a3b-w4"], device="cpu", budget=600.0, requests=1, tensor_parallel=1, set={"num_pages": 256})
     args.tiny = True
     args.layers = None
     decode(args)
@@ -83,8 +85,10 @@ def small_profile(monkeypatch: pytest.MonkeyPatch) -> Namespace:
     make_tiny()
     monkeypatch.setattr(profile_engine, "BATCHES", (1, 3, 5))
     monkeypatch.setattr(profile_engine, "LENGTH", 64)
+    monkeypatch.setattr(profile_engine, "PROMPT", 32)
+    monkeypatch.setattr(profile_engine, "STEPS", 3)  # PyTorch takes 2 ms for each event that its profiler has seen
     monkeypatch.setattr(speculation, "MAX_ROWS", 4)
-    args = Namespace(shapes=["llama8b"], device="cpu", budget=60.0, requests=3, tensor_parallel=1, tiny=True)
+    args = Namespace(shapes=["llama8b"], device="cpu", budget=600.0, requests=3, tensor_parallel=1, tiny=True)
     args.layers = None
     args.top = 4
     args.set = {"num_pages": 256}

@@ -7,7 +7,9 @@ import subprocess
 import sys
 
 import pytest
+from typer.testing import CliRunner
 
+from fa_serve.__main__ import app
 from fa_serve.client.bench import Load, LoadError, _body, run
 
 EVENTS = [b'{"choices":[{"text":"a"}]}', b'{"usage":{"completion_tokens":1}}', b"[DONE]"]
@@ -67,14 +69,10 @@ def test_lengths_are_drawn_around_their_means():
     assert fixed == 128
 
 
-def bench(served, *arguments):
-    command = [sys.executable, "-m", "fa_serve", "bench", "--url", served.url, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
-
-
 def test_the_command_writes_a_report(served, tmp_path):
-    load = ["--requests", "12", "--concurrency", "4", "--prompt-tokens", "20", "--output-tokens", "5"]
-    done = bench(served, *load, "--processes", "2", "--json", str(tmp_path / "report.jsonl"))
+    load = ["--requests", "12", "--concurrency", "4", "--prompt-tokens", "20", "--output-tokens", "5", "--processes", "2"]
+    command = [sys.executable, "-m", "fa_serve", "bench", "--url", served.url, *load, "--json", str(tmp_path / "report.jsonl")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert "fa-serve-demo: 12 of 12 requests" in done.stdout
     report = json.loads((tmp_path / "report.jsonl").read_text())
@@ -84,8 +82,8 @@ def test_the_command_writes_a_report(served, tmp_path):
 
 
 def test_the_command_fails_if_the_server_refuses(served):
-    refused = bench(served, "--prompt-tokens", "5000")
-    assert refused.returncode == 1
+    refused = CliRunner().invoke(app, ["bench", "--url", served.url, "--prompt-tokens", "5000"])
+    assert refused.exit_code == 1
     assert "context length" in refused.stderr
 
 

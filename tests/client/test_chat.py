@@ -6,19 +6,20 @@ from types import SimpleNamespace
 
 import httpx
 import pytest
+from typer.testing import CliRunner
 
+from fa_serve.__main__ import app
 from fa_serve.client.chat import COMMANDS, ChatError, Conversation, talk
 from fa_serve.client.failures import NO_KEY, refusal
 
 
 def chat(served, *arguments, **options):
-    command = [sys.executable, "-m", "fa_serve", "chat", *arguments, "--url", served.url]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, **options)
+    return CliRunner().invoke(app, ["chat", *arguments, "--url", served.url], **options)
 
 
 def test_a_conversation_in_the_terminal(served):
     answered = chat(served, "--temperature", "0", input="What is 17 + 25?\n\nNow 3 plus 4.\n/reset\n/help\n")
-    assert (answered.returncode, answered.stdout) == (0, f"17 + 25 = 42.\n3 + 4 = 7.\n{COMMANDS}\n")
+    assert (answered.exit_code, answered.stdout) == (0, f"17 + 25 = 42.\n3 + 4 = 7.\n{COMMANDS}\n")
 
 
 def test_a_terminal_has_a_prompt(monkeypatch, capsys):
@@ -41,16 +42,17 @@ def test_a_terminal_has_a_prompt(monkeypatch, capsys):
 
 
 def test_one_question(served):
-    answered = chat(served, "What is 17 + 25?", "--temperature", "0")
+    command = [sys.executable, "-m", "fa_serve", "chat", "What is 17 + 25?", "--temperature", "0", "--url", served.url]
+    answered = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (answered.returncode, answered.stdout) == (0, "17 + 25 = 42.\n")
 
 
 def test_a_refusal_is_shown_in_the_servers_words(served):
     refused = chat(served, "Hi", "--model", "other")
-    assert (refused.returncode, refused.stdout) == (1, "")
+    assert (refused.exit_code, refused.stdout) == (1, "")
     assert "The model 'other' does not exist" in refused.stderr
     refused = chat(served, "--model", "other", input="Hi\n")
-    assert refused.returncode == 0, "a conversation goes on after an error"
+    assert refused.exit_code == 0, "a conversation goes on after an error"
     assert "The model 'other' does not exist" in refused.stderr
 
 

@@ -6,16 +6,21 @@ from pathlib import Path
 
 import grpo
 import pytest
-from tiny_models import make_model, make_tokenizer
-from transformers import GenerationConfig
+import torch
+from tiny_models import SIZES, make_tokenizer
+from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
 LEARNS = ["--steps", "8", "--prompts", "2", "--samples", "8", "--max-tokens", "4", "--learning-rate", "0.02"]
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A tiny model with random weights, which is rewarded for small letters: it knows no Python."""
-    model = make_model("qwen3")
+    """A tiny model with random weights, which is rewarded for small letters: it knows no Python.
+
+    It has one layer, because exact attention takes each query by itself.
+    """
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(Qwen3Config(**SIZES | {"num_hidden_layers": 1}))
     model.generation_config = GenerationConfig(pad_token_id=0)
     model.save_pretrained(tmp_path)
     make_tokenizer().save_pretrained(tmp_path)

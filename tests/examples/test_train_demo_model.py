@@ -53,7 +53,8 @@ TINY = Recipe(
     learning_rate=1e-2,
     warmup_steps=5,
     evaluations=1,
-    python_bytes=30_000,
+    tokenizer_chats=200,
+    python_bytes=5_000,
     scored_pairs=1,
 )
 

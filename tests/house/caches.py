@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 
 from house.source import Allowed, Function, House, Module, Planted, inside
 
@@ -72,18 +73,18 @@ class Growth:
 
 
 def _growths(module: Module) -> Iterator[Growth]:
-    def visit(node: ast.AST, functions: tuple[Function, ...], class_: ast.ClassDef | None) -> Iterator[Growth]:
-        if isinstance(node, Function):
-            functions = (*functions, node)
-        elif isinstance(node, ast.ClassDef):
-            class_ = node
-        elif functions:
-            for receiver in _grown(node):
-                yield Growth(ast.unparse(receiver), node, functions, class_)
-        for child in ast.iter_child_nodes(node):
-            yield from visit(child, functions, class_)
+    classes = [node for node in module.nodes if isinstance(node, ast.ClassDef)]
+    for node in module.nodes:
+        for receiver in _grown(node):
+            functions = tuple(function for function in module.functions if _is_around(function, node))
+            if functions:
+                around = [class_ for class_ in classes if _is_around(class_, node)]
+                yield Growth(ast.unparse(receiver), node, functions, around[-1] if around else None)
 
-    return visit(module.tree, (), None)
+
+def _is_around(block: Function | ast.ClassDef, node: ast.AST) -> bool:
+    """By lines, since nodes do not know what they are in. To walk down each tree again would take twice as long."""
+    return block.lineno <= node.lineno <= (block.end_lineno or 0)  # type: ignore[attr-defined]
 
 
 def _grown(node: ast.AST) -> Iterator[ast.expr]:
@@ -134,6 +135,7 @@ def _is_container(value: ast.expr | None, ours: dict[str, ast.ClassDef]) -> bool
     return isinstance(value, ast.Dict | ast.List | ast.Set | ast.DictComp | ast.ListComp | ast.SetComp)
 
 
+@cache
 def _local_names(function: Function) -> set[str]:
     """Names that belong to the function: its parameters, and what it assigns without `global`."""
     takes = function.args
@@ -169,20 +171,19 @@ def _lasting_value(growth: Growth, module: Module, house: House) -> ast.expr | N
     return None
 
 
-def _compares_its_length(function: Function, receiver: str) -> bool:
-    return any(
-        ast.unparse(part) == f"len({receiver})"
-        for node in ast.walk(function)
-        if isinstance(node, ast.Compare)
-        for part in (node.left, *node.comparators)
-    )
+@cache
+def _compared_lengths(function: Function) -> frozenset[str]:
+    """The lengths that the function compares, such as `len(TABLE)`. A function that makes many things longer is read once."""
+    comparisons = [node for node in ast.walk(function) if isinstance(node, ast.Compare)]
+    parts = [part for node in comparisons for part in (node.left, *node.comparators) if isinstance(part, ast.Call)]
+    return frozenset(ast.unparse(part) for part in parts if isinstance(part.func, ast.Name) and part.func.id == "len")
 
 
 def containers_have_bounds(house: House) -> Iterator[str]:
     ours = _container_classes(house)
     for module in house:
         for growth in _growths(module):
-            if any(_compares_its_length(function, growth.receiver) for function in growth.functions):
+            if any(f"len({growth.receiver})" in _compared_lengths(function) for function in growth.functions):
                 continue
             method = growth.node.func.attr if isinstance(growth.node, ast.Call) else "__setitem__"  # type: ignore[attr-defined]
             if growth.receiver in ("self", "super()"):

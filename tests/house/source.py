@@ -38,6 +38,12 @@ class Module:
         """All nodes of the tree. Most rules read them, and to walk the tree takes as long as to parse it."""
         return list(ast.walk(self.tree))
 
+    @cached_property
+    def statements(self) -> list[ast.stmt]:
+        """All statements in the order of the text."""
+        found = [node for node in self.nodes if isinstance(node, ast.stmt)]
+        return sorted(found, key=lambda statement: (statement.lineno, statement.col_offset))
+
     def comments(self, *words: str) -> Iterator[tokenize.TokenInfo]:
         """The comments that hold one of these words. Few files do, and the others are not divided into tokens."""
         if any(word in self.text for word in words):

@@ -77,7 +77,7 @@ def one_statement_a_line(house: House) -> Iterator[str]:
     """A stub, `def f(self) -> int: ...`, stands on one line; nothing else shares its line with another statement."""
     for module in house.files:
         last = 0
-        for statement in _statements_in_order(module.tree):
+        for statement in module.statements:
             place = f"{module.name}:{statement.lineno}"
             if statement.lineno == last and ast.unparse(statement) != "...":
                 yield f"{place} has a second statement"
@@ -86,21 +86,13 @@ def one_statement_a_line(house: House) -> Iterator[str]:
                 yield f"{place} assigns several values: {ast.unparse(statement)}"
 
 
-def _statements_in_order(node: ast.AST) -> Iterator[ast.stmt]:
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.stmt):
-            yield child
-        yield from _statements_in_order(child)
-
-
 def a_statement_names_one_value(house: House) -> Iterator[str]:
     """At most one `:=` in a statement; what it names is then plain to see."""
     for module in house.files:
-        for statement in module.nodes if module.text.count(":=") > 1 else ():
-            if isinstance(statement, ast.stmt):
-                count = sum(isinstance(node, ast.NamedExpr) for node in _own_nodes(statement))
-                if count > 1:
-                    yield f"{module.name}:{statement.lineno} has {count} :="
+        for statement in module.statements if module.text.count(":=") > 1 else ():
+            count = sum(isinstance(node, ast.NamedExpr) for node in _own_nodes(statement))
+            if count > 1:
+                yield f"{module.name}:{statement.lineno} has {count} :="
 
 
 def comments_promise_nothing(house: House) -> Iterator[str]:

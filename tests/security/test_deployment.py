@@ -4,14 +4,17 @@ tests/server/test_deploy.py holds that the programs that read these files accept
 moved tag or a replaced package could use. No test needs Docker or a cluster.
 """
 
+import importlib.util
 import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
 import tomllib
+from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
 
@@ -24,6 +27,8 @@ from documentation import check_generated, table_cell
 from fa_serve.server.settings import PREFIX, SECRETS, Settings, load, shown_default
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from sampled_cases import whole_runs
+from warm_processes import WarmProcess, fa_serve_traced
 
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = (ROOT / "Dockerfile").read_text().replace("\\\n", "")
@@ -117,7 +122,7 @@ def test_a_changed_package_is_not_installed(tmp_path):
     wheel.write_bytes(b"not the file that was tested")
     listed = tmp_path / "requirements.txt"
     listed.write_text(f"idna==3.20 {' '.join(requirements('cpu')['idna'][1])}\n")
-    pip = [sys.executable, "-m", "pip"] if not run(sys.executable, "-m", "pip", "--version").returncode else [program("pip3")]
+    pip = [sys.executable, "-m", "pip"] if importlib.util.find_spec("pip") else [program("pip3")]
     flags = ["--require-hashes", "--only-binary", ":all:", "--no-index", "--find-links", str(tmp_path), "--dry-run"]
     done = run(*pip, "--isolated", "install", *flags, "--target", str(tmp_path / "into"), "-r", str(listed))
     assert done.returncode != 0
@@ -257,38 +262,76 @@ def allowed_calls(analyze: str) -> set[str]:
     return calls
 
 
+def forbidden_calls(seen: set[str]) -> list[str]:
+    """Options of strace that count what the unit's filters forbid, and these calls, in all processes that are started."""
+    hidden = ",".join(f"?{name}" for name in sorted(allowed_calls(program("systemd-analyze")) - seen))
+    return ["-f", "-c", "-S", "name", "-e", f"trace=!{hidden}"]
+
+
+def calls_of(summary: Path) -> set[str]:
+    return {line.split()[-1] for line in summary.read_text().splitlines()[2:-2]}
+
+
+def ask_and_end(lines: Iterable[str], server: Callable[[], int]) -> None:
+    """A structured answer of a server that prints these lines, and then SIGTERM."""
+    url = next(line.strip() for line in lines if line.startswith("http://"))
+    deadline = time.monotonic() + server_process.START_SECONDS
+    while httpx.get(f"{url}/ready").status_code != 200:
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    body = {"model": "fa-serve-demo", "prompt": "import os\n", "max_tokens": 4, "guided_regex": "[a-z]+"}
+    httpx.post(f"{url}/v1/completions", json=body, timeout=60).raise_for_status()
+    os.kill(server(), signal.SIGTERM)
+
+
+FLAGS = ("--port", "0", "--device", "cpu", "--num-pages", "512", "--process")
+
+
 def test_the_unit_allows_what_a_server_calls(tmp_path):
     """A server with an engine process starts, answers and ends, and strace sees no system call that the filter forbids.
 
-    Allowed calls do not stop at strace, which would triple the time, but for two that show that it sees every process.
+    It traces processes that have imported everything. The test below imports under strace too.
     """
-    strace = program("strace")
-    allowed = allowed_calls(program("systemd-analyze"))
-    seen = {"execve", "accept4"}
-    traced = tmp_path / "calls"
-    server = [sys.executable, "-m", "fa_serve", "serve", "--port", "0", "--device", "cpu", "--num-pages", "512", "--process"]
-    filtered = ["--seccomp-bpf", "-e", "trace=!" + ",".join(f"?{name}" for name in sorted(allowed - seen))]
-    quiet = ["-f", "-qq", "-c", "-S", "name", "-o", str(traced)]
-    process = subprocess.Popen(
-        [strace, *filtered, *quiet, *server], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    )
+    strace = [program("strace"), *forbidden_calls({"accept4"}), "-o", str(tmp_path / "calls")]
+    command = ["serve", server_process.one_layer(), "--served-model-name", "fa-serve-demo", *FLAGS]
+    traced = WarmProcess(fa_serve_traced, command)
+    with (tmp_path / "attached").open("w") as said:
+        tracer = subprocess.Popen([*strace, "-p", str(traced.pid)], stdout=subprocess.DEVNULL, stderr=said)
+    engines = []
+
+    def server() -> int:
+        engines.append(server_process.engine_of(traced.pid))
+        return traced.pid
+
     try:
-        url = next(line.strip() for line in process.stdout if line.startswith("http://"))
-        deadline = time.monotonic() + server_process.START_SECONDS
-        while httpx.get(f"{url}/ready").status_code != 200:
-            assert time.monotonic() < deadline
-            time.sleep(0.2)
-        body = {"model": "fa-serve-demo", "prompt": "import os\n", "max_tokens": 4, "guided_regex": "[a-z]+"}
-        httpx.post(f"{url}/v1/completions", json=body, timeout=60).raise_for_status()
-        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-        os.kill(int(children[0]), 15)
+        ask_and_end(traced.stdout, server)
+        assert traced.wait(60) == 0
+        tracer.wait(60)
+    finally:
+        traced.kill()
+        traced.wait()
+        traced.stdout.close()
+        tracer.kill()
+        tracer.wait()
+    assert calls_of(tmp_path / "calls") == {"accept4"}
+    assert f"Process {engines[0]} attached" in (tmp_path / "attached").read_text(), "the engine's process is not seen"
+
+
+@whole_runs
+def test_the_unit_allows_what_a_fresh_server_calls(tmp_path):
+    """Allowed calls do not stop at strace, which would triple the time, but for two that show that it sees every process."""
+    seen = {"execve", "accept4"}
+    strace = [program("strace"), "--seccomp-bpf", *forbidden_calls(seen), "-qq", "-o", str(tmp_path / "calls")]
+    command = [*strace, sys.executable, "-m", "fa_serve", "serve", *FLAGS]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+    try:
+        ask_and_end(process.stdout, lambda: server_process.children_of(process.pid)[0])
         process.wait(60)
     finally:
         process.kill()
         process.wait()
         process.stdout.close()
-    called = {line.split()[-1] for line in traced.read_text().splitlines()[2:-2]}
-    assert called == seen
+    assert calls_of(tmp_path / "calls") == seen
 
 
 # What is built and written

@@ -16,6 +16,7 @@ from fa_serve.server.settings import Settings
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel
+from starlette._utils import get_route_path
 
 pytestmark = pytest.mark.anyio
 
@@ -24,6 +25,15 @@ CHAT = {"model": "fake", "messages": [{"role": "user", "content": "Hi"}]}
 
 
 TEXT = {"model": "fake", "prompt": "Hi"}
+
+
+@pytest.mark.parametrize("root", ["", "/", "/llm", "/llm/"])
+@pytest.mark.parametrize("path", ["", "/", "/llm", "/llm/", "/llm/v1/x", "/llmv1", "/v1/x"])
+def test_paths_behind_a_mount_are_those_of_starlette(root, path):
+    """It keeps the function to itself."""
+    scope = {"type": "http", "path": path, "root_path": root}
+    assert bodies._route_path(scope) == get_route_path(scope)
+    assert bodies._route_path({"type": "http", "path": path}) == path
 
 
 async def test_a_large_body_is_parsed_beside_the_event_loop(serving, monkeypatch):

@@ -82,7 +82,7 @@ def test_logprobs_and_bias(client, conforms):
 
 
 def test_many_at_once_equal_one_by_one(served, client):
-    wanted = {"model": MODEL, "temperature": 0, "max_tokens": 32}
+    wanted = {"model": MODEL, "temperature": 0, "max_tokens": 12}
     alone = [client.completions.create(prompt=prompt, **wanted).choices[0].text for prompt in PROMPTS]
 
     async def together() -> list[str]:

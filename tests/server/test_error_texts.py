@@ -48,6 +48,19 @@ async def test_a_part_that_is_neither_text_nor_image_says_so(serving, path, part
     assert param in (f"{where}.type", None)
 
 
+@pytest.mark.parametrize(
+    ("count", "said"),
+    [(0, "'fake'"), (2, "'fake', 'a0', 'a1'"), (9, "'fake', 'a0', 'a1', 'a2', 'a3', 'a4', 'a5', 'a6' and 2 more")],
+)
+async def test_an_unknown_model_names_those_that_are_served(serving, engine, count, said):
+    """The adapters were left out, of which one is meant."""
+    engine.adapters = tuple(f"a{number}" for number in range(count))
+    async with serving() as client:
+        status, message, param, code = await refusal(client, "/v1/completions", json=PROMPT | {"model": "other"})
+    assert (status, param, code) == (404, "model", "model_not_found")
+    assert message == f"The model 'other' does not exist. This server serves {said}."
+
+
 IMAGE_SOURCE = {"type": "url", "url": "https://example.org/a.png"}
 
 

@@ -1,4 +1,4 @@
-"""openai-python, sync and async, with every route of a real server.
+"""openai-python with every route of a real server, and each night its async client, whose requests are the same.
 
 The embedded model knows neither tools nor JSON. Grammars make it write both, so these tests show the service, not the model.
 """
@@ -14,6 +14,7 @@ import jsonschema
 import openai
 import pytest
 from pydantic import BaseModel, ConfigDict
+from sampled_cases import whole_runs
 
 MODEL = "fa-serve-demo"
 ASK = {"model": MODEL, "messages": [{"role": "user", "content": "What is 17 + 25?"}], "temperature": 0, "max_tokens": 250}
@@ -33,7 +34,7 @@ class Verdict(BaseModel):
     word: Literal["yes", "no"]
 
 
-@pytest.fixture(params=["sync", "async"])
+@pytest.fixture(params=["sync", pytest.param("async", marks=whole_runs)])
 def api(request, sdk_server):
     """`api(path, **fields)`: the reply of that method of openai-python, or the list of chunks of a stream."""
 

@@ -27,6 +27,7 @@ async def test_a_text_that_cannot_fit_is_refused_unread(serving, engine):
     assert "832" in response.json()["error"]["message"]
 
 
+@pytest.mark.usefixtures("warm_trials")
 async def test_the_chat_template_of_the_operator_or_of_the_request_is_used(serving, engine, tmp_path):
     path = tmp_path / "template.jinja"
     path.write_text("operator: {{ messages[0].content }}")
@@ -46,6 +47,7 @@ async def test_the_chat_template_of_the_operator_or_of_the_request_is_used(servi
     assert response.json()["error"]["message"] == "This model has no chat template. Give a prompt instead."
 
 
+@pytest.mark.usefixtures("warm_trials")
 async def test_parsed_templates_are_bounded(serving, engine):
     async with serving(allow_request_chat_template=True) as client:
         for number in range(2 * MAX_TEMPLATES):
@@ -54,6 +56,7 @@ async def test_parsed_templates_are_bounded(serving, engine):
         assert client.service.tokenization._parsed.cache_info().currsize == MAX_TEMPLATES
 
 
+@pytest.mark.usefixtures("warm_trials")
 @pytest.mark.parametrize("operators", [False, True])
 async def test_templates_of_requests_do_not_push_out_the_servers_own(serving, monkeypatch, tmp_path, operators):
     """With 16 of them, a client let the next ordinary request pay for the probes again."""
@@ -99,6 +102,7 @@ async def test_the_template_of_a_request_runs_within_limits(serving, engine):
         assert engine.tokenizer.decode(reply.json()["tokens"]) == "9000"
 
 
+@pytest.mark.usefixtures("warm_trials")
 async def test_a_template_that_makes_too_much_text_is_cut_before_it_is_sent(serving, engine):
     """More than the tokenizer takes does not pass from the process of the template to that of the server."""
     body = {"messages": [{"role": "user", "content": "Hi"}], "chat_template": "{{ 'a' * 9000000 }}"}
@@ -110,6 +114,7 @@ async def test_a_template_that_makes_too_much_text_is_cut_before_it_is_sent(serv
     assert f"got 'more than {limit}'" in reply.json()["error"]["message"]
 
 
+@pytest.mark.usefixtures("warm_trials")
 async def test_a_template_that_makes_half_of_a_surrogate_pair_is_refused(serving, engine):
     body = {"messages": [{"role": "user", "content": "Hi"}], "chat_template": "{{ '\\ud800' }}"}
     async with serving(allow_request_chat_template=True) as client:

@@ -8,12 +8,15 @@ assert answer(case.engine(), ids, *case.images) == case.generate(ids, 0, 1)
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import torch
 from every_type import tiny_model
 from image_inputs import CHANGES, IMAGE, one_image, whole_prompt
+from transformers import PreTrainedModel
 
 from fa_serve.engine import Engine, EngineConfig, SamplingParams
 from fa_serve.engine.images.prompt import ImageInput
@@ -21,13 +24,20 @@ from fa_serve.engine.images.prompt import ImageInput
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
 
 
+@cache
+def _made(name: str, changes: str) -> tuple[PreTrainedModel, list[dict[str, Any]], dict[tuple[int | None, ...], list[int]]]:
+    """The model, the inputs of two images, and what transformers has generated so far. changes: as JSON"""
+    model = tiny_model(name, {**CHANGES[name], **json.loads(changes)})
+    return model, [one_image(name, model, seed) for seed in (1, 2)], {}
+
+
 class Case:
     """A tiny model with two images, and what transformers generates. changes: of its config"""
 
     def __init__(self, name: str, changes: Mapping[str, Any] | None = None) -> None:
         self.name = name
-        self.model = tiny_model(name, {**CHANGES[name], **(changes or {})})
-        self.inputs = [one_image(name, self.model, seed) for seed in (1, 2)]
+        made, self.inputs, self._generated = _made(name, json.dumps(changes or {}))
+        self.model = copy.deepcopy(made)
         self.images = [ImageInput.of(inputs) for inputs in self.inputs]
         self.count = self.inputs[0]["input_ids"].shape[1]
 
@@ -38,6 +48,11 @@ class Case:
         return tokens
 
     def generate(self, ids: list[int], *numbers: int) -> list[int]:
+        if (*ids, None, *numbers) not in self._generated:
+            self._generated[*ids, None, *numbers] = self._generate(ids, *numbers)
+        return [*self._generated[*ids, None, *numbers]]
+
+    def _generate(self, ids: list[int], *numbers: int) -> list[int]:
         inputs = whole_prompt(self.name, self.model, ids, [self.inputs[n] for n in numbers])
         options: Any = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
         with torch.no_grad():

@@ -37,6 +37,7 @@ def save_adapter(
             parameter.data = torch.randn(parameter.shape, generator=draw) * 0.15
         elif "modules_to_save" in name:
             parameter.data += torch.randn(parameter.shape, generator=draw) * 0.2
+    wrapped.create_or_update_model_card = lambda _: None  # a template of Jinja, whose compilation is half of the time of a save
     with ignored_advice():
         wrapped.save_pretrained(str(folder))
     return folder
@@ -59,6 +60,7 @@ class PeftForwards:
             self.model = PeftModel.from_pretrained(model, str(folders[name]), adapter_name=name).eval()
             for other in others:
                 self.model.load_adapter(str(folders[other]), adapter_name=other)
+        self._chosen: dict[tuple[object, ...], list[int]] = {}
 
     @torch.no_grad()
     def logits(self, adapter: str | None, ids: Sequence[int]) -> Tensor:
@@ -71,8 +73,10 @@ class PeftForwards:
 
     def choose(self, adapter: str | None, prompt: Sequence[int], answer: Sequence[int]) -> list[int]:
         """The token that greedy takes after the prompt and each beginning of the answer: the answer, if it is greedy."""
-        tokens = self.logits(adapter, [*prompt, *answer[:-1]])[len(prompt) - 1 :].argmax(-1)
-        return tokens.tolist()
+        asked = (adapter, *prompt, None, *answer)
+        if asked not in self._chosen:
+            self._chosen[asked] = self.logits(adapter, [*prompt, *answer[:-1]])[len(prompt) - 1 :].argmax(-1).tolist()
+        return self._chosen[asked]
 
 
 def assert_bfloat16_logits(folder: Path, device: str, requests: int) -> None:

@@ -12,6 +12,7 @@ import importlib
 import inspect
 import re
 from collections import Counter
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -35,25 +36,26 @@ _NUMBERS = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"
 _SIZES = {**_NUMBERS, "moe_intermediate_size": 32, "hidden_size": 64}
 
 
-def mixtures(step: int = 1) -> dict[str, str]:
+UNREAD = "not read"
+
+
+def mixtures(only: Collection[str] | None = None) -> dict[str, str]:
     """For each model of transformers that has experts: "" if fa_serve computes them, else the reason.
 
-    step: 6 for each sixth of these models, of which each takes an import of its module
+    only: the models whose modules are imported, which takes most of the time. Others of them are UNREAD
     """
     import transformers
 
-    modules = {}
+    found = {}
     for path in sorted(Path(transformers.__file__).parent.glob("models/*/modeling_*.py")):
         text = path.read_text()
-        if "@use_experts_implementation" in text:
-            modules[path.parent.name] = path.stem
+        if "@use_experts_implementation" in text and only is not None and path.parent.name not in only:
+            found.setdefault(path.parent.name, UNREAD)
+        elif "@use_experts_implementation" in text:
+            reasons = _reasons(path.parent.name, importlib.import_module(f"transformers.models.{path.parent.name}.{path.stem}"))
+            found[path.parent.name] = "; ".join(reasons)
         elif _CLASS.search(text):
-            modules[path.parent.name] = None
-    found = {}
-    for name in list(modules)[::step]:
-        module = modules[name]
-        reasons = [OWN] if module is None else _reasons(name, importlib.import_module(f"transformers.models.{name}.{module}"))
-        found[name] = "; ".join(reasons)
+            found[path.parent.name] = OWN
     return found
 
 

@@ -99,12 +99,15 @@ class Device:
 
 
 class Run:
-    """A scheduler, a device, and a clock whose value is `cost` of each step."""
+    """A scheduler, a device, and a clock whose value is `cost` of each step.
+
+    Pages are large, because the table of pages is checked after each step.
+    """
 
     def __init__(self, share: PromptShare | None, cost: Cost = step_cost, depth: int = 1, **given: int) -> None:
         self.share = share
         self.scheduler = make_scheduler(
-            **{"num_pages": 4000, "page_size": 4, "seqs": 8, "tokens": BUDGET} | given, prompt_share=share
+            **{"num_pages": 1000, "page_size": 16, "seqs": 8, "tokens": BUDGET} | given, prompt_share=share
         )
         self.device = Device(self.scheduler)
         self.depth = depth

@@ -5,6 +5,7 @@ the time, and a step less than half. Tests of what the embedded model answers as
 """
 
 import atexit
+import importlib
 import os
 import re
 import shutil
@@ -13,7 +14,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -23,6 +24,11 @@ import pytest
 from warm_processes import WarmProcess, fa_serve
 
 START_SECONDS = 120
+for package in ("httpx", "httpx2"):  # the second one is that of openai
+    with suppress(ImportError):
+        # each `httpx.get` and each client of an SDK would read all certificates again, in 60 ms of a processor
+        transports = importlib.import_module(f"{package}._transports.default")
+        transports.create_ssl_context = cache(transports.create_ssl_context)
 
 
 @dataclass

@@ -79,7 +79,10 @@ class Traffic:
                 if chunk.num_samples and not chunk.sequence.finished:
                     scheduler.postpone(chunk)
             self.inflight.append((batch, tokens))
-        self.check()
+        if outcome:
+            self.check()
+        else:  # the tables were checked after `schedule`
+            self.check_states()
         if self.inflight and (len(self.inflight) > self.depth or not batch):
             self.take_in(outcome == "not finite")
         return bool(scheduler.sequences or self.inflight)
@@ -90,6 +93,9 @@ class Traffic:
 
     def check(self) -> None:
         self.scheduler.check_integrity()
+        self.check_states()
+
+    def check_states(self) -> None:
         if isinstance(self.device, StateDevice):
             self.device.check_kept(SALTS)
 

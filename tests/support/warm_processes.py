@@ -11,6 +11,7 @@ interpreter.
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import runpy
@@ -19,7 +20,9 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cache, partial
 from multiprocessing import forkserver, popen_forkserver
 from multiprocessing.connection import Connection, arbitrary_address, wait
@@ -28,6 +31,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+PR_SET_PTRACER = 0x59616D61  # linux/prctl.h
+ANY_PROCESS = 2**64 - 1
 IMPORTED = ["fa_serve.engine.engine", "fa_serve.engine.process.child", "fa_serve.server.process", "fa_serve.__main__"]
 
 
@@ -112,6 +117,14 @@ def fa_serve_with_a_short_log() -> None:
     fa_serve()
 
 
+def fa_serve_traced() -> None:
+    """The same, once a program such as strace has attached itself to this process."""
+    ctypes.CDLL(None).prctl(PR_SET_PTRACER, ctypes.c_ulong(ANY_PROCESS), 0, 0, 0)
+    while "TracerPid:\t0\n" in Path("/proc/self/status").read_text():
+        time.sleep(0.01)
+    fa_serve()
+
+
 def _start_own_forkserver() -> None:
     """The fork server of this process is a copy of this process, as it is now. It ends with this process."""
     address = arbitrary_address("AF_UNIX")
@@ -169,6 +182,33 @@ def warm_trial_process(command: Sequence[str], pass_fds: Sequence[int], env: Map
         return WarmProcess(partial(_run_script, Path(command[1]), connection), environment=env)
     finally:
         connection.close()
+
+
+@contextmanager
+def forked_trials() -> Iterator[list[WarmProcess]]:
+    """The processes of trials that start meanwhile are forked. They are listed, and `end_processes` ends them."""
+    from fa_serve.sandbox import trials
+
+    started: list[WarmProcess] = []
+
+    def start(command: list[str], **options: Any) -> WarmProcess:
+        started.append(warm_trial_process(command, **options))
+        return started[-1]
+
+    fresh = trials.subprocess
+    names = {"Popen": start, "DEVNULL": subprocess.DEVNULL, "TimeoutExpired": subprocess.TimeoutExpired}
+    trials.subprocess = SimpleNamespace(**names)  # type: ignore[assignment]
+    try:
+        yield started
+    finally:
+        trials.subprocess = fresh
+
+
+def end_processes(processes: Sequence[WarmProcess]) -> None:
+    for process in processes:
+        process.kill()
+        process.wait(10)
+        process.stdout.close()
 
 
 def _run_script(script: Path, connection: Connection) -> None:

@@ -56,16 +56,13 @@ class ImagePrompt:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlacedImage:
-    """places: (n,) int64, ascending: the tokens of the prompt that its n embeddings replace
-
-    Pickled, it loses its pixels. Only the other ranks of tensor parallelism get it so, and they do not run the towers
-    (rank_features.py): megabytes of each image need not travel.
-    """
+    """places: (n,) int64, ascending: the tokens of the prompt that its n embeddings replace"""
 
     image: ImageInput
     places: NDArray[np.int64]
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def reduce_without_pixels(self) -> tuple[Any, ...]:
+        """For a pickle that does not need what the towers are given."""
         return PlacedImage, (ImageInput(self.image.key, {"input_ids": self.image.inputs["input_ids"]}), self.places)
 
 

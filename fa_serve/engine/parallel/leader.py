@@ -11,6 +11,8 @@ Left out: what a rank is told and why (ranks.py), processes and connections (lin
 from __future__ import annotations
 
 import contextlib
+import copyreg
+import io
 import pickle
 import threading
 import weakref
@@ -21,6 +23,7 @@ import torch
 
 from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.errors import EngineDeadError
+from fa_serve.engine.images.prompt import PlacedImage
 from fa_serve.engine.parallel.links import Hello, Link, kill_all, start_children
 from fa_serve.engine.parallel.ranks import Alone, OnLost, Ranks, check_devices
 from fa_serve.engine.parallel.torchrun import Torchrun
@@ -182,7 +185,7 @@ class Leader:
         self.all_reduce = AllReduce(store, 0, self.size, self.device, host=host, ordered=self._config.deterministic)
 
     def _send(self, what: str, value: Any) -> None:
-        message = pickle.dumps((what, value))
+        message = _pickled((what, value))
         for link in self._links:
             try:
                 link.connection.send_bytes(message)
@@ -205,6 +208,21 @@ class Leader:
             self._on_lost(error)
         if self.all_reduce is not None:
             self.all_reduce.abort()
+
+
+class _Pickler(pickle.Pickler):
+    """Leaves the pixels out. The other ranks do not run the towers (rank_features.py), so megabytes of each image need not
+    travel.
+    """
+
+    dispatch_table = copyreg.dispatch_table | {PlacedImage: PlacedImage.reduce_without_pixels}
+
+
+def _pickled(value: Any) -> bytes:
+    """What the followers get of a value."""
+    file = io.BytesIO()
+    _Pickler(file).dump(value)
+    return file.getvalue()
 
 
 def _watch(leader: weakref.ref[Leader], link: Link) -> None:

@@ -40,7 +40,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),
     "alora_invocation_tokens": (None,),
     "arrow_config": (None,),
-    "ensure_weight_tying": (False,),
     "kasa_config": (None,),
     "layer_replication": (None, []),
     "megatron_config": (None,),
@@ -84,6 +83,7 @@ _READ = frozenset(
         "use_rslora",
         "use_dora",
         "lora_bias",
+        "ensure_weight_tying",
         "fan_in_fan_out",
         "target_modules",
         "target_parameters",
@@ -128,6 +128,7 @@ class AdapterConfig:
 
     parameters: the adapter has matrices for parameters that are no weights of linear layers
     targets:    the ends of the names of linear layers, or a regular expression of whole names
+    tying:      what is for the embedding is for the head too, if the model ties them
     """
 
     rank: int = 8
@@ -139,6 +140,7 @@ class AdapterConfig:
     bias: bool = False
     parameters: bool = False
     targets: tuple[str, ...] | str = ()
+    tying: bool = False
 
     def rank_of(self, name: str) -> int:
         return next((rank for pattern, rank in self.ranks.items() if _matches(pattern, name)), self.rank)
@@ -256,6 +258,7 @@ def _read_config(path: Path) -> AdapterConfig:
         bias=_flag(given, "lora_bias"),
         parameters=bool(_names("target_parameters", given.get("target_parameters"))),
         targets=_targets(given),
+        tying=_flag(given, "ensure_weight_tying"),
     )
 
 

@@ -90,6 +90,8 @@ class OuterModules:
         self._embedding: nn.Module = model.get_input_embeddings()
         self._head: nn.Module = model.get_output_embeddings()
         self.names = (names[self._embedding], names[self._head])
+        configs = (model.config, model.config.get_text_config())
+        self._tied = any(getattr(config, "tie_word_embeddings", False) for config in configs)
         for module, kind in ((self._embedding, AdaptedEmbedding), (self._head, AdaptedHead)):
             replaced = vars(module).get("forward")
             if replaced is None:
@@ -111,6 +113,9 @@ class OuterModules:
             raise ParameterError("modules_to_save", rule, unknown[0][:128])
         if parts.head.low is not None and parts.head.low.magnitude is not None:
             raise ParameterError("use_dora", f"be false for an adapter of {head_name}", True)
+        if self._tied and adapter.config.tying and (parts.embedding, parts.head) != (NO_PART, NO_PART):
+            rule = f"be false for an adapter of {embedding_name} or {head_name}, which this model ties"
+            raise ParameterError("ensure_weight_tying", rule, True)
         if (parts.embedding, parts.head) == (NO_PART, NO_PART) and not adapter.parameters:
             return None
         return replace(parts, parameters=self._parameters.pack(adapter))

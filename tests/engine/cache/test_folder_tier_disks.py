@@ -13,6 +13,7 @@ import pytest
 from folder_copies import IDENTITY, FailingFiles
 from folder_traffic import PROMPT, again, fill, folder_of, make_traffic, run_first, settle
 from host_copies import connect
+from sampled_cases import examples
 from state_traffic import SALTS, Traffic, prompt_of
 
 from fa_serve.engine.cache import folder_tier
@@ -185,7 +186,7 @@ def test_random_traffic(tmp_path: Path, num_states: int, monkeypatch) -> None:
     monkeypatch.setattr(folder_tier, "SCAN_SECONDS", 0.1)
     hits = bad = failures = evictions = 0
     for seed in range(16):
-        if seed > 3 and hits > 10 and bad and failures > 20 and evictions > 20:
+        if seed >= examples(6) and hits > 10 and bad and failures > 20 and evictions > 20:
             break  # when a thread comes to a file decides how many there are
         random = Random(seed)
         folder = tmp_path / str(seed)

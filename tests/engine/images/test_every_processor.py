@@ -1,6 +1,6 @@
 """Prompts with images of every type that docs/models.md serves, from the type's own processor to the answer.
 
-In another process, because processors need a torchvision that other tests may not see. A sample has each fourth type.
+In another process, because processors need a torchvision that other tests may not see. A sample has each eighth type.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TYPES = sorted(PROVEN)
 @pytest.mark.skipif(not has_torchvision(), reason="`make .venv/images/.installed` gets torchvision")
 def test_prompts_and_answers_are_those_of_transformers() -> None:
     """For one image and for two of other sizes: the tokens of the processor, and with them those of `generate`."""
-    asked = each_nth(4, TYPES)
+    asked = each_nth(8, TYPES)
     # warnings are not errors here: each type of transformers has some
     ended = subprocess.run([sys.executable, PROGRAM, *asked], capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr[-4000:]

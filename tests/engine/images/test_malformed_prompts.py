@@ -10,6 +10,7 @@ import pytest
 import torch
 from image_cases import GREEDY, Case, answer
 from image_inputs import IMAGE
+from sampled_cases import examples
 
 from fa_serve.engine import SamplingParams
 from fa_serve.engine.images.prompt import ImageInput
@@ -36,7 +37,7 @@ FAMILIES = [
     "idefics3",
 ]
 COMPUTE_POSITIONS = FAMILIES[:6]
-PROMPTS = 120
+PROMPTS = examples(180)
 ONE = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
 BAD = [-1, -(2**63), 160, 10**6, 2**63, 2**70, 1.5, None, "150", b"x", [5]]
 

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from peft_adapters import ATTENTION, PeftForwards, assert_bfloat16_logits, save_adapter, write_over
 from quantised_copies import copy_of, dequantised, load
-from tiny_models import make_model, make_tokenizer, random_prompts
-from transformers import PreTrainedModel
+from tiny_models import SIZES, make_model, make_tokenizer, random_prompts
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from fa_serve.engine import Engine, EngineConfig, SamplingParams
 from fa_serve.hf.surgery.fuse.layer import FusedLayer
@@ -44,19 +45,25 @@ def save_all(folder: Path, base: Callable[[], PreTrainedModel], **options: Any) 
     }
 
 
+def mixed_answers(engine: Engine, names: list[str | None]) -> tuple[list[list[int]], list[list[int]]]:
+    """Prompts, and the answers to them, which are generated side by side."""
+    prompts = [[token % engine.vocab_size for token in prompt] for prompt in random_prompts(len(names), longest=20)]
+    return prompts, [found.token_ids for found in engine.generate(prompts, GREEDY, adapter=names)]
+
+
 def check_alone_and_mixed(engine: Engine, folders: dict[str, Path], base: PreTrainedModel) -> None:
     """16 requests with four adapters and without one give the tokens of peft, each of them alone as well."""
     for name, folder in folders.items():
         engine.load_adapter(name, folder)
-    prompts = [[token % engine.vocab_size for token in prompt] for prompt in random_prompts(16, longest=20)]
     names = [*([*folders, None] * 4)[:16]]
-    mixed = engine.generate(prompts, GREEDY, adapter=names)
+    prompts, mixed = mixed_answers(engine, names)
     peft = PeftForwards(base, folders)
     for name, prompt, found in zip(names, prompts, mixed, strict=True):
-        assert found.token_ids == peft.choose(name, prompt, found.token_ids), name
+        assert found == peft.choose(name, prompt, found), name
     alone = [engine.generate([prompts[i]], GREEDY, adapter=names[i])[0].token_ids for i in range(5)]
-    assert alone == [found.token_ids for found in mixed[:5]]
-    assert len({tuple(engine.generate([prompts[0]], GREEDY, adapter=name)[0].token_ids) for name in (*folders, None)}) == 5
+    assert alone == mixed[:5]
+    others = {tuple(engine.generate([prompts[0]], GREEDY, adapter=name)[0].token_ids) for name in names[1:5]}
+    assert len(others | {tuple(alone[0])}) == 5
     engine.check_integrity()
 
 
@@ -66,29 +73,26 @@ def test_tokens_are_those_of_peft(make_engine, tmp_path, name) -> None:
     check_alone_and_mixed(make_engine(model=base(), **LORA), save_all(tmp_path, base), base())
 
 
-def test_adapters_answer_after_sleep(make_engine, tmp_path) -> None:
-    """`sleep` frees the KV cache. The thread that loads adapters lives as long as the engine."""
-    base = partial(make_model, "llama")
-    engine = make_engine(model=base(), **LORA)
-    engine.sleep()
-    engine.wake_up()
-    check_alone_and_mixed(engine, save_all(tmp_path, base), base())
-
-
 def test_layers_and_adapters_are_there_after_each_sleep_of_the_weights(tmp_path) -> None:
-    """The weights leave, and layers are fused anew, also where the weights come back to the memory that they had before."""
+    """The weights leave, and layers are fused anew, also where the weights come back to the memory that they had before. The
+    thread that loads adapters lives as long as the engine."""
     base = partial(make_model, "llama")
     base().save_pretrained(tmp_path / "base")
     make_tokenizer().save_pretrained(tmp_path / "base")
     engine = Engine(EngineConfig(model=str(tmp_path / "base"), device="cpu", num_pages=128, page_size=4, **LORA))
     folders = save_all(tmp_path, base)
+    names = [*folders, None]
+    answers: list[list[int]] = []
     for level in (1, 1, 2, 1):
         engine.sleep(level)
         engine.wake_up()
         if level == 2:
             engine.update_weights(base().named_parameters())
         assert all(isinstance(layer.forward, FusedLayer) for layer in engine.model.model.layers)
-        check_alone_and_mixed(engine, folders, base())
+        if not answers:
+            check_alone_and_mixed(engine, folders, base())
+            _, answers = mixed_answers(engine, names)
+        assert mixed_answers(engine, names)[1] == answers
 
 
 def test_the_attention_of_a_mixture_has_adapters(make_engine, tmp_path) -> None:
@@ -134,7 +138,10 @@ def test_layers_that_are_not_fused_have_adapters(make_engine, tmp_path) -> None:
 
 
 def test_an_int4_base_has_adapters(make_engine, tmp_path) -> None:
-    copy = copy_of(None, "gptq", tmp_path)
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**SIZES | {"intermediate_size": 64})).save_pretrained(tmp_path / "base")
+    make_tokenizer().save_pretrained(tmp_path / "base")
+    copy = copy_of(tmp_path / "base", "gptq", tmp_path, group_size=32)
 
     def base() -> PreTrainedModel:
         return dequantised(load(copy, dtype="float32"))
@@ -147,6 +154,7 @@ VARIANTS = {
     "bias": {"lora_bias": True},
     "embedding": {"target_modules": [*ATTENTION, "embed_tokens"]},
     "head": {"target_modules": [*ATTENTION, "lm_head"]},
+    "tying": {"target_modules": [*ATTENTION, "embed_tokens", "lm_head"], "ensure_weight_tying": True},
     "whole weights": {"target_modules": ATTENTION, "modules_to_save": ["lm_head", "embed_tokens"]},
 }
 
@@ -172,6 +180,28 @@ def test_every_kind_of_adapter(make_engine, tmp_path, family, name) -> None:
     [found] = engine.generate([prompts[0]], logprobs, adapter="special")
     expected = peft.logits("special", prompts[0]).log_softmax(-1)[range(len(prompts[0]) - 1), prompts[0][1:]]
     assert [x.logprob for x in found.prompt_logprobs[1:]] == pytest.approx(expected.tolist(), abs=2e-3)
+
+
+def test_a_tying_of_what_an_adapter_does_not_have_changes_nothing(make_engine, tmp_path) -> None:
+    """The head of the model is its embedding, and the adapter has neither: peft warns, and computes as without the setting."""
+
+    def base() -> PreTrainedModel:
+        model = make_model("gemma3")
+        model.config.tie_word_embeddings = True
+        model.lm_head.weight = model.get_input_embeddings().weight
+        return model
+
+    folders = {
+        name: save_adapter(tmp_path / name, model=base(), ensure_weight_tying=name == "tying") for name in ("tying", "plain")
+    }
+    assert '"ensure_weight_tying": true' in (folders["tying"] / "adapter_config.json").read_text()
+    peft = PeftForwards(base(), folders)
+    prompt = random_prompts(1, longest=12)[0]
+    assert peft.logits("tying", prompt).equal(peft.logits("plain", prompt))
+    engine = make_engine(model=base(), **LORA)
+    engine.load_adapter("tying", folders["tying"])
+    [found] = engine.generate([prompt], GREEDY, adapter="tying")
+    assert found.token_ids == peft.choose("plain", prompt, found.token_ids)
 
 
 def test_bfloat16_by_the_rule_of_two(tmp_path) -> None:

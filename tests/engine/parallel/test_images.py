@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from image_cases import GREEDY, Case, answer
@@ -15,8 +16,8 @@ from sampled_cases import each_nth
 from tiny_models import make_tokenizer
 
 from fa_serve.engine import Engine, EngineConfig, EngineDeadError, SamplingParams
-from fa_serve.engine.images.prompt import ImageInput
-from fa_serve.engine.parallel.leader import Leader
+from fa_serve.engine.images.prompt import ImageInput, PlacedImage, PromptImages
+from fa_serve.engine.parallel import leader
 from fa_serve.hf.images import ImageFeatures
 from fa_serve.spec import ParameterError, UnsupportedModelError
 
@@ -88,18 +89,33 @@ def test_pixels_stay_with_rank_0(llava: Case, tmp_path: Path, monkeypatch: pytes
     """A follower is told places and shapes. The numbers are those of a step with embeddings alone."""
     large = ImageInput.of({**llava.inputs[0], "unused": torch.zeros(1 << 22)})
     sent: list[int] = []
-    own = Leader._send
+    own = leader._pickled
 
-    def send(self: Leader, what: str, value: Any) -> None:
-        sent.append(len(pickle.dumps((what, value))))
-        own(self, what, value)
+    def pickled(value: Any) -> bytes:
+        data = own(value)
+        sent.append(len(data))
+        return data
 
     engine = start(llava, tmp_path)
-    monkeypatch.setattr(Leader, "_send", send)
+    monkeypatch.setattr(leader, "_pickled", pickled)
     ids = llava.prompt(0)
     assert answer(engine, ids, large) == llava.generate(ids, 0)
-    assert max(sent) < 1 << 13
+    assert 0 < max(sent) < 1 << 13
     close(engine)
+
+
+def test_the_answers_of_a_request_share_their_images_on_a_follower() -> None:
+    """They are like each other (`Request.is_like`) by the identity of their images."""
+    image = ImageInput.of({"input_ids": torch.full((1, 2), IMAGE), "pixel_values": torch.zeros(1 << 20)})
+    images = PromptImages((PlacedImage(image, np.arange(2)),), [IMAGE, IMAGE])
+    data = leader._pickled([images, images])
+    assert len(data) < 2000
+    found, again = pickle.loads(data)
+    assert found is again
+    [placed] = found.placed
+    assert (placed.image.key, placed.places.tolist()) == (image.key, [0, 1])
+    assert placed.image.inputs.keys() == {"input_ids"}
+    assert placed.image.inputs["input_ids"].tolist() == [[IMAGE, IMAGE]]
 
 
 def test_embeddings_that_are_not_kept_are_encoded_again(llava: Case, tmp_path: Path) -> None:

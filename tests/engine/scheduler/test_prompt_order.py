@@ -25,7 +25,7 @@ def share() -> PromptShare:
 
 
 def run_with(**given: int) -> Run:
-    run = Run(share(), **{"num_pages": 40_000, "seqs": 64} | given)
+    run = Run(share(), **{"num_pages": 4_000, "seqs": 64} | given)
     run.add("decodes", [1] * 8, 5000)
     run.step()
     return run
@@ -113,7 +113,7 @@ def test_one_client_s_long_prompt_does_not_hold_up_another_client() -> None:
 
 def test_a_flood_of_short_prompts_leaves_another_client_its_share() -> None:
     """Each client gets half of the tokens, although every short prompt is more urgent than the long one."""
-    run = run_with(num_pages=60_000)
+    run = run_with(num_pages=6_000)
     for serial in range(2, 202):
         run.add(str(serial), [serial] * 300, 1, serial=serial, client="flood")
     long = run.add("long", [1] * 8_000, 2, serial=999, client="other")
@@ -163,7 +163,7 @@ def test_what_a_prompt_costs_is_that_of_the_device() -> None:
 @pytest.mark.parametrize("caching", [False, True])
 def test_the_answers_to_one_prompt_begin_in_one_step(caching: bool) -> None:
     """The first computes the prompt, and the others a page of it, beside the share if that is used up."""
-    run = run_with(page_size=16, num_pages=4000, caching=caching)
+    run = run_with(caching=caching)
     prompt = list(range(1024))
     run.share.limits = lambda *step: (256, 256)  # type: ignore[method-assign]
     requests = [make_request(f"{index}", prompt, 4, serial=index + 1, arrival=run.now) for index in range(4)]

@@ -187,7 +187,7 @@ traffic = st.lists(
 def test_random_traffic(arrivals, budget, target, depth) -> None:
     """While sequences decode, prompts stay within the share and get some of it. Otherwise they get the whole step."""
     share = PromptShare(target)
-    run = Run(share, tokens=budget, depth=depth)
+    run = Run(share, tokens=budget, depth=depth, num_pages=4000, page_size=4)
     scheduler = run.scheduler
     step = 0
     while step <= 30 or scheduler.sequences or run.inflight:

@@ -72,7 +72,7 @@ def test_no_parameter_changes_what_is_generated(check, case) -> None:
     ids=["at-once", "preempted", "no-cache", "window", "other-family"],
 )
 def test_no_setting_changes_what_is_generated(check, given) -> None:
-    engine = check(replace(CASES["penalties"], max_tokens=30, logprobs=0), **given)
+    engine = check(replace(CASES["penalties"], max_tokens=20, logprobs=0), **given)
     assert engine.stats().speculation.num_draft_tokens > 0
     if "num_pages" in given:
         assert engine.stats().num_preemptions > 0

@@ -66,7 +66,7 @@ def test_no_parameter_changes_what_is_generated(check, case) -> None:
     ids=["preempted-at-once", "preempted", "no-cache", "window", "queue"],
 )
 def test_no_setting_changes_what_is_generated(check, depth, given) -> None:
-    params = replace(CASES["penalties"], max_tokens=30, logprobs=0)
+    params = replace(CASES["penalties"], max_tokens=20, logprobs=0)
     engine = check(params, depth=depth, **given)
     assert engine.stats().speculation.num_draft_tokens > 0
     if "num_pages" in given:

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import jsonschema
 import pytest
+from sampled_cases import each_nth
 from tiny_models import VOCAB, greedy, make_model
 
 from fa_serve.engine import AsyncEngine, Engine, EngineConfig, SamplingParams, StructuredOutput
@@ -305,11 +306,12 @@ def test_side_by_side_no_more_than_a_slice_is_computed_after_slow_masks(make_eng
     assert grammars._one_by_one
 
 
-@pytest.mark.parametrize(("kind", "depth"), [*((kind, 1) for kind in KINDS), (next(iter(KINDS)), 0)])
+@pytest.mark.parametrize(("kind", "depth"), [*((kind, 1) for kind in each_nth(2, [*KINDS])), ("json_schema", 0)])
 def test_answers_with_late_masks_are_the_same(with_end, monkeypatch, kind, depth) -> None:
     """Answers that wait for a mask sample the same tokens later; log-probabilities and penalties included."""
-    wanted = [params(kind, seed=seed, n=2, logprobs=2, presence_penalty=0.3, prompt_logprobs=1) for seed in range(3)]
-    wanted.append(SamplingParams(max_tokens=30, seed=7, frequency_penalty=0.2))
+    more = {"n": 2, "max_tokens": 32, "logprobs": 2, "presence_penalty": 0.3, "prompt_logprobs": 1}
+    wanted = [params(kind, seed=seed, **more) for seed in range(3)]
+    wanted.append(SamplingParams(max_tokens=16, seed=7, frequency_penalty=0.2))
     prompts = [[5, 6, 7, 8, 9], [5, 6, 7, 8, 10, 11], [3], [4, 4]]
     expected = with_end(depth).generate(prompts, wanted)
     engine = with_end(depth)

@@ -91,6 +91,7 @@ def test_whole_weights_and_embeddings(tmp_path) -> None:
         ({"r": 10**9}, "r"),
         ({"lora_alpha": float("nan")}, "lora_alpha"),
         ({"use_dora": 1}, "use_dora"),
+        ({"ensure_weight_tying": "yes"}, "ensure_weight_tying"),
         ({"rank_pattern": {"(a+)+b": 4}}, "rank_pattern"),
         ({"rank_pattern": {"a*b*c*": 4}}, "rank_pattern"),
         ({"rank_pattern": {"(": 4}}, "rank_pattern"),

@@ -6,18 +6,20 @@ import pytest
 import torch
 from tiny_models import make_model
 
-from fa_serve.hf.lora.format import LoraAdapter, LowRank
+from fa_serve.hf.lora.format import AdapterConfig, LoraAdapter, LowRank
 from fa_serve.hf.lora.outer import OuterModules
 from fa_serve.hf.lora.product import LoraStep, StepHolder
 from fa_serve.ops import LoraBatch
 from fa_serve.spec import ParameterError
 
 EMBED = "model.embed_tokens"
+HEAD = LowRank(torch.ones(2, 32), torch.ones(320, 2), 0.5)
 NONE = LoraBatch(*(torch.zeros(0, dtype=torch.int32) for _ in range(5)), 16)
 
 
-def make():
+def make(tie_word_embeddings: bool = False):
     model = make_model()
+    model.config.tie_word_embeddings = tie_word_embeddings
     holder = StepHolder()
     return model, holder, OuterModules(model, holder)
 
@@ -68,6 +70,19 @@ def test_what_does_not_fit_is_refused(adapter, field) -> None:
     with pytest.raises(ParameterError) as caught:
         outer.pack(adapter)
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize("part", [{"saved": {EMBED: torch.ones(320, 32)}}, {"modules": {"lm_head": HEAD}}], ids=["whole", "low"])
+def test_an_adapter_that_ties_what_the_model_ties_is_refused(part) -> None:
+    """peft would give the head what the adapter has for the embedding. An adapter of neither ties nothing."""
+    tying = AdapterConfig(tying=True)
+    _, _, untied = make()
+    assert untied.pack(LoraAdapter(**part, config=tying)) is not None
+    _, _, tied = make(tie_word_embeddings=True)
+    with pytest.raises(ParameterError, match=r"ensure_weight_tying must be false for an adapter of model.embed_tokens or lm_h"):
+        tied.pack(LoraAdapter(**part, config=tying))
+    assert tied.pack(LoraAdapter(**part)) is not None
+    assert tied.pack(LoraAdapter(config=tying)) is None
 
 
 def test_the_weights_of_a_slot_go_with_its_adapter() -> None:

@@ -97,6 +97,37 @@ async def test_logprobs_of_an_echo(serving, engine, stream):
         assert scores["top_logprobs"][:3] == [None, {"c": -0.25, "b": -0.5}, {"d": -0.25, "c": -0.5}]
 
 
+@pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])
+async def test_a_prompt_is_scored_without_an_answer(serving, engine, stream):
+    options = {"stream_options": {"include_usage": True}} if stream else {}
+    body = {"model": "fake", "prompt": "abc", "echo": True, "logprobs": 1, "max_tokens": 0, "return_token_ids": True}
+    async with serving() as client:
+        response = await client.post("/v1/completions", json=body | {"n": 2, "stream": stream} | options)
+    assert response.status_code == 200, response.text
+    replies = frames(response.text) if stream else [response.json()]
+    choices = [choice for reply in replies for choice in reply["choices"]]
+    assert engine.seen[0].params.max_tokens == 1
+    for index in range(2):
+        mine = [choice for choice in choices if choice["index"] == index]
+        assert "".join(choice["text"] for choice in mine) == "abc"
+        assert mine[-1]["finish_reason"] == "length"
+        assert [token for choice in mine for token in choice["token_ids"]] == []
+        [scores] = [choice["logprobs"] for choice in mine if choice["logprobs"]]
+        assert scores["tokens"] == ["a", "b", "c"]
+        assert scores["token_logprobs"] == [None, -0.5, -0.5]
+    usage = replies[-1]["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (3, 0, 3)
+
+
+async def test_no_tokens_are_for_prompts_that_come_back(serving):
+    async with serving() as client:
+        for fields, param in (({}, "max_tokens"), ({"echo": True, "min_tokens": 1}, "min_tokens")):
+            refused = await client.post("/v1/completions", json={**TEXT, "max_tokens": 0} | fields)
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
+        chat = await client.post("/v1/chat/completions", json={**CHAT, "max_tokens": 0})
+        assert (chat.status_code, chat.json()["error"]["param"]) == (400, "max_tokens")
+
+
 async def test_prompt_logprobs(serving, engine):
     a, b, c = (engine.tokenizer.encode(letter)[0] for letter in "abc")
     likeliest = {"logprob": -0.25, "rank": 1}

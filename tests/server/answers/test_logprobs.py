@@ -105,6 +105,15 @@ def test_offsets_are_those_of_the_text_where_tokens_are_parts_of_characters() ->
     assert (text, [text[place] for place in places]) == ("a🙂bc\ufffdd\ufffd🙂", [*"a🙂🙂🙂c\ufffdd\ufffd🙂"])
 
 
+def test_a_replacement_character_of_the_text_is_one_character() -> None:
+    """A U+FFFD that is written in two tokens or three was taken for a character that is not gone on with."""
+    own = "\ufffd".encode()
+    parts = [b"a", own[:2], own[2:] + b"b", b"c", own[:1], own[1:2], own[2:], own, own[:2], b"d"]
+    offsets = TextOffsets()
+    assert [offsets.of(part) for part in parts] == [0, 1, 1, 3, 4, 4, 4, 5, 6, 7]
+    assert b"".join(parts).decode(errors="replace") == "a\ufffdbc\ufffd\ufffd\ufffdd"
+
+
 def test_for_prompt(texts: TokenTexts) -> None:
     """An actual token that is among the most likely ones has their rank."""
     assert for_prompt(texts, [None, *ENTRIES], count=1) == [

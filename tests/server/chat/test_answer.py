@@ -191,6 +191,21 @@ async def test_thoughts(teller, conforms, mode):
         assert choice.message.content == ("".join(THOUGHTS) if mode == "off" else "Four.")
 
 
+async def test_thoughts_that_go_on(teller, conforms):
+    """The last message has begun to think, or does not think: the answer begins where it ends, with its spaces."""
+    asked = {"add_generation_prompt": False, "continue_final_message": True}
+    begun = [*CHAT["messages"], {"role": "assistant", "content": "<think>Hm,"}]
+    async with teller((" well", ".</think>\n", "Four."), THINKING) as client:
+        plain, _ = await both(client, conforms, model="fake", messages=begun, extra_body=asked)
+        message = plain.choices[0].message
+        assert (message.reasoning_content, message.content) == (" well.", "Four.")
+        begun[-1] = {"role": "assistant", "content": "It is"}
+        plain, _ = await both(client, conforms, model="fake", messages=begun, extra_body=asked)
+        message = plain.choices[0].message
+        assert message.content == " well.</think>\nFour."
+        assert not hasattr(message, "reasoning_content")
+
+
 async def test_thoughts_before_a_call(teller, conforms):
     async with teller((*THOUGHTS, *CALLS), THINKING + teller.template) as client:
         plain, _ = await both(client, conforms, **CHAT)

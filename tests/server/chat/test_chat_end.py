@@ -18,9 +18,9 @@ from fa_serve.engine import AsyncEngine, EngineConfig
 END = 2
 MESSAGES = [{"role": "user", "content": "What is 17 + 25?"}]
 CHATS = [
-    ("/v1/chat/completions", {"messages": MESSAGES, "temperature": 0, "max_tokens": 40}),
-    ("/v1/responses", {"input": "What is 17 + 25?", "temperature": 0, "max_output_tokens": 40}),
-    ("/v1/messages", {"messages": MESSAGES, "temperature": 0, "max_tokens": 40}),
+    ("/v1/chat/completions", {"messages": MESSAGES, "temperature": 0, "max_tokens": 24}),
+    ("/v1/responses", {"input": "What is 17 + 25?", "temperature": 0, "max_output_tokens": 24}),
+    ("/v1/messages", {"messages": MESSAGES, "temperature": 0, "max_tokens": 24}),
 ]
 
 
@@ -61,7 +61,7 @@ def test_every_chat_ends_there_and_completions_do_not(folder, process) -> None:
             assert constrained["finish_reason"] == "stop"
             assert len(constrained["message"]["content"]) == 1
             prompt = "<|im_start|>user\nWhat is 17 + 25?<|im_end|>\n<|im_start|>assistant\n"
-            plain = {"model": "model", "prompt": prompt, "temperature": 0, "max_tokens": 40}
+            plain = {"model": "model", "prompt": prompt, "temperature": 0, "max_tokens": 24}
             assert (await client.post("/v1/completions", json=plain)).json()["choices"][0]["finish_reason"] == "length"
 
     asyncio.run(main())

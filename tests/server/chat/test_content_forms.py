@@ -171,6 +171,7 @@ def test_the_word_of_a_probe() -> None:
 USER = {"role": "user", "content": "What is 17 + 25?"}
 
 
+@pytest.mark.usefixtures("warm_trials")
 @pytest.mark.parametrize("of_request", [False, True], ids=["model", "request"])
 @pytest.mark.parametrize("text", [LLAVA, SMOLVLM], ids=["llava", "smolvlm"])
 async def test_two_questions_are_two_prompts(teller, engine, text: str, of_request: bool) -> None:

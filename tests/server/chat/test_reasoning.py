@@ -33,3 +33,11 @@ def test_thoughts_wherever_the_text_is_cut(inside, text, parts):
 def test_what_the_prompt_says():
     ends = {"<|assistant|>": None, "<|assistant|><think>\n": True, "<|assistant|><think>\n\n</think>\n\n": False}
     assert {end: opened_by(end) for end in ends} == ends
+
+
+def test_a_message_that_goes_on_says_whether_it_is_thinking():
+    """Whatever the template writes before it."""
+    texts = {"<think>Hm, ": True, "<think>Hm</think>4": False, "4 and ": False, " \n": None, "": None}
+    assert {text: opened_by("<|assistant|>" + text, text) for text in texts} == texts
+    assert opened_by("<think></think>\n\n", "") is False
+    assert ThoughtReader(True, begun=True).read(" that is it.</think> 4", last=True) == (" that is it.", "4")

@@ -24,6 +24,7 @@ async def test_a_template_without_tools_names_them(teller, conforms):
             conforms("ErrorResponse", response.json())
 
 
+@pytest.mark.usefixtures("warm_trials")
 async def test_a_template_of_the_request(teller, engine):
     async with teller(("a",), allow_request_chat_template=True) as client:
         own = {**ASK, "chat_template": "<{{ messages[0].content }}{{ x }}>", "chat_template_kwargs": {"x": 3}}
@@ -32,6 +33,65 @@ async def test_a_template_of_the_request(teller, engine):
             response = await client.post("/v1/chat/completions", json={**ASK, "chat_template": bad})
             assert response.status_code == 400, bad
     assert engine.tokenizer.decode(engine.seen[0].prompt) == "<Hi3>"
+
+
+ENDS = (
+    "{% for message in messages %}<{{ message.role }}>{{ message.content | trim }}</{{ message.role }}>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+BEGUN = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Once upon "}]
+CONTINUED = {"add_generation_prompt": False, "continue_final_message": True}
+
+
+@pytest.mark.parametrize("place", ["model", "request"])
+@pytest.mark.parametrize("fields", [{}, {"add_generation_prompt": False}, CONTINUED], ids=["answer", "closed", "continued"])
+async def test_where_a_prompt_ends(teller, engine, fields, place):
+    """As transformers has it, by both routes, and where the template comes with the request and runs in another process."""
+    given = {"chat_template": ENDS} if place == "request" else {}
+    parts = [{**BEGUN[1], "content": [{"type": "text", "text": "Once upon "}]}]
+    async with teller(("a",), ENDS, allow_request_chat_template=True) as client:
+        for messages in (BEGUN, [BEGUN[0], *parts]):
+            body = {"model": "fake", "messages": messages, **fields, **given}
+            tokens = (await client.post("/tokenize", json=body)).json()["tokens"]
+            assert (await client.post("/v1/chat/completions", json=body)).status_code == 200
+            asked = {"add_generation_prompt": True} | fields
+            expected = engine.tokenizer.apply_chat_template(BEGUN, chat_template=ENDS, tokenize=False, **asked)
+            assert engine.tokenizer.decode(tokens) == engine.tokenizer.decode(engine.seen[-1].prompt) == expected
+    assert expected.endswith("<assistant>Once upon") == (fields == CONTINUED)
+
+
+CALLED = {"id": "x", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "word"),
+    [
+        ({"continue_final_message": True}, "is only allowed when add_generation_prompt is false"),
+        (
+            {"continue_final_message": True, "add_generation_prompt": True},
+            "is only allowed when add_generation_prompt is false",
+        ),
+        (CONTINUED | {"messages": [{"role": "assistant", "content": "a", "tool_calls": [CALLED]}]}, "ends with a text"),
+        (CONTINUED | {"messages": [{"role": "assistant", "tool_calls": [CALLED]}]}, "ends with a text"),
+        (CONTINUED | {"prompt": "a", "messages": None}, "is only allowed with messages"),
+    ],
+)
+async def test_a_message_that_cannot_go_on_is_refused(teller, fields, word):
+    async with teller(("a",), ENDS) as client:
+        for route in ("/tokenize", "/v1/chat/completions"):
+            body = {"model": "fake", "messages": BEGUN} | fields
+            if "prompt" in fields and route != "/tokenize":
+                continue
+            error = (await client.post(route, json=body)).json()["error"]
+            assert error["param"] in ("continue_final_message", "add_generation_prompt"), error
+            assert word in error["message"]
+
+
+async def test_a_template_that_leaves_the_last_message_out_continues_none(teller):
+    async with teller(("a",), "{{ messages[0].content }}") as client:
+        refused = await client.post("/v1/chat/completions", json={"model": "fake", "messages": BEGUN} | CONTINUED)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "messages")
+        assert "the final message does not appear" in refused.json()["error"]["message"]
 
 
 async def test_effort_is_the_templates(teller, engine):
@@ -111,6 +171,7 @@ async def test_rendering_stops_when_the_output_is_longer_than_a_prompt_can_be(te
         await assert_rendering_stops(client, engine, kind)
 
 
+@pytest.mark.usefixtures("warm_trials")
 async def test_rendering_a_template_of_the_request_stops_there_too(teller, engine):
     async with teller(("a",), READS_CALLS, allow_request_chat_template=True, tool_call_parser="hermes") as client:
         for kind, template in REPEATING.items():

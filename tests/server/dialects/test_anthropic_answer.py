@@ -84,6 +84,21 @@ def test_a_round_trip_with_a_tool(speaking, prompt_of) -> None:
     assert prompt_of().endswith(f"<|system|>Be<|user|>Hi<|assistant|>I add.(Hmm){call}<|tool|>2<|assistant|>")
 
 
+def test_the_beginning_of_an_answer_is_continued(speaking, prompt_of) -> None:
+    template = (
+        "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    )
+    url = speaking(" upon", " a time", template=template)
+    with client(url) as api:
+        for content in ("Once", [{"type": "text", "text": "On"}, {"type": "text", "text": "ce"}]):
+            messages = [*ASK["messages"], {"role": "assistant", "content": content}]
+            assert api.messages.create(**ASK | {"messages": messages}).content[0].text == " upon a time"
+            assert prompt_of() == "<|user|>Hi<|end|><|assistant|>Once"
+        api.messages.create(**ASK)
+    assert prompt_of() == "<|user|>Hi<|end|><|assistant|>"
+
+
 def test_forced_tools(speaking, engine) -> None:
     url = speaking('{"a": ', "1}")
     with client(url) as api:
@@ -101,6 +116,16 @@ def test_arguments_that_are_cut_off_or_no_object(speaking, words, given) -> None
     with client(url) as api:
         message = api.messages.create(**ASK, tools=[ADD], tool_choice={"type": "tool", "name": "add"})
     assert [block.input for block in message.content] == [given]
+
+
+def test_a_forced_call_that_is_cut_off_before_its_name_is_no_text(speaking) -> None:
+    url = speaking('[{"na', 'me": "add"')
+    with client(url) as api:
+        message = api.messages.create(**{**ASK, "max_tokens": 1}, tools=[ADD], tool_choice={"type": "any"})
+        with api.messages.stream(**{**ASK, "max_tokens": 1}, tools=[ADD], tool_choice={"type": "any"}) as stream:
+            streamed = stream.get_final_message()
+    assert said(message) == said(streamed) == []
+    assert message.stop_reason == streamed.stop_reason == "max_tokens"
 
 
 @pytest.mark.parametrize(

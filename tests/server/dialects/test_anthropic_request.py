@@ -130,7 +130,8 @@ def test_sampling_and_format() -> None:
     ("fields", "param"),
     [
         ({"messages": []}, "messages"),
-        ({"messages": [HI, {"role": "assistant", "content": "Well"}]}, "messages"),
+        ({"messages": [HI, {"role": "assistant", "content": [TEXT, USE]}]}, "messages"),
+        ({"messages": [HI, {"role": "assistant", "content": [THOUGHT]}]}, "messages"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]}, "messages[0].content[0].source.type"),
         ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "messages[0].content[0].type"),

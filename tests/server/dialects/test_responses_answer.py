@@ -148,6 +148,19 @@ def test_an_answer_that_is_cut_off_is_incomplete(speaking, engine) -> None:
     assert engine.seen[-1].params.max_tokens == 2
 
 
+@pytest.mark.parametrize(("tokens", "output"), [(1, []), (2, [("function_call", "add", '{"a": ', "incomplete")])])
+def test_a_required_call_that_is_cut_off_is_no_text(speaking, tokens, output) -> None:
+    """What was written before the end of the function's name was a message of JSON."""
+    url = speaking('[{"na', 'me": "add", "parameters": {"a": ', "1}}]")
+    asked = {"tools": [ADD], "tool_choice": "required", "max_output_tokens": tokens}
+    with client(url) as api:
+        plain = api.responses.create(**ASK, **asked)
+    streamed = Response.model_validate(events_of(url, **asked)[-1]["response"])
+    for response in (plain, streamed):
+        assert (response.status, response.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+        assert [(item.type, item.name, item.arguments, item.status) for item in response.output] == output
+
+
 def test_effort_reaches_a_template_that_reads_it(speaking, prompt_of) -> None:
     url = speaking("a")
     with client(url) as api:

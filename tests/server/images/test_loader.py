@@ -8,6 +8,7 @@ import re
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from PIL import Image
 from security.hostile_images import animated, bomb, uri
 from transformers import AutoProcessor
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from warm_processes import end_processes, forked_trials
 
 from fa_serve.engine import EngineConfig
 from fa_serve.engine.images.processed import PixelProcessor, ProcessedImage
@@ -206,11 +208,14 @@ def loader_of(folder: Path) -> ImageLoader:
 
 
 @pytest.fixture(scope="module")
-def processing(folder: Path) -> Iterator[ImageLoader]:
-    """One for all tests: its process takes seconds to load the processor."""
+def processing(folder: Path, warm_context: ForkServerContext) -> Iterator[ImageLoader]:
+    """One for all tests. Its process is forked; the one whose memory has a limit, below, is a fresh interpreter."""
     made = loader_of(folder)
+    with forked_trials() as started:
+        made._trials.start()
     yield made
     made.close()
+    end_processes(started)
 
 
 async def test_pictures_come_as_the_models_processor_makes_them(

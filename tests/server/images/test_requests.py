@@ -88,6 +88,7 @@ def serving(folder: Path) -> Callable[..., Any]:
     return start
 
 
+@pytest.mark.usefixtures("warm_trials")
 async def test_two_images_in_a_chat(serving, expected) -> None:
     prompt, answer = expected("user: <image> and <image>What is the difference?\nassistant: ", 0, 1)
     body = chat(image_part(0), {"type": "text", "text": " and "}, image_part(1), TEXT)

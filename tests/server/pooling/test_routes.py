@@ -106,7 +106,7 @@ async def test_scores_of_one_text_with_each_and_of_pairs(encoding, encoder_of) -
     wanted = encoder_of("score").score(QUERY, TEXTS)
     async with encoding("score") as client:
         reply = await post(client, "/score", {"text_1": QUERY, "text_2": list(TEXTS)})
-        pairs = await post(client, "/score", {"text_1": [QUERY] * 2, "text_2": list(TEXTS[:2])})
+        pairs = await post(client, "/v1/score", {"text_1": [QUERY] * 2, "text_2": list(TEXTS[:2])})
         error = await post(client, "/score", {"text_1": [QUERY] * 2, "text_2": list(TEXTS)}, 400)
     np.testing.assert_allclose([each["score"] for each in reply["data"]], wanted, atol=1e-6)
     np.testing.assert_allclose([each["score"] for each in pairs["data"]], wanted[:2], atol=1e-6)
@@ -240,6 +240,7 @@ async def test_a_model_that_generates_refuses_the_routes_of_encoders(serving) ->
         "/v1/embeddings": {"model": "fake", "input": "a"},
         "/v1/rerank": {"query": "a", "documents": ["b"]},
         "/score": {"text_1": "a", "text_2": "b"},
+        "/v1/score": {"text_1": "a", "text_2": "b"},
         "/classify": {"input": "a"},
         "/embed": {"inputs": "a"},
         "/embed_all": {"inputs": "a"},
@@ -268,7 +269,7 @@ async def test_fa_serve_info_names_the_routes_of_a_task(encoding, task: str) -> 
         **dict.fromkeys(["/embed", "/embed_all", "/embed_sparse", "/predict"], "inputs"),
         **dict.fromkeys(["/v1/rerank", "/v2/rerank"], "query documents"),
         "/rerank": "query texts",
-        "/score": "text_1 text_2",
+        **dict.fromkeys(["/score", "/v1/score"], "text_1 text_2"),
         "/classify": "input",
     }
     named = {word.strip(",") for word in ENCODER_ROUTES[task].replace(";", "").split() if word.startswith("/")}
