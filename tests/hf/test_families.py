@@ -22,7 +22,7 @@ from hf_checks import (
     check_paged,
     check_seq2seq,
 )
-from hf_families import BY_NAME, FAMILIES, LENGTH, Family, assert_same, here, pair, tokens
+from hf_families import BY_NAME, FAMILIES, LENGTH, Family, assert_same, distinct, here, pair, tokens
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface, StaticCache
 
@@ -69,22 +69,22 @@ def test_forward(family: Family, kind: str) -> None:
     check_forward(family, kind)
 
 
-@each(DECODERS)
+@each(distinct(DECODERS))
 def test_packed(family: Family) -> None:
     check_packed(family)
 
 
-@each(DECODERS)
+@each(distinct(DECODERS))
 def test_decode(family: Family) -> None:
     check_decode(family)
 
 
-@each(DECODERS)
+@each(distinct(DECODERS))
 def test_chunked_prefill(family: Family) -> None:
     check_chunked_prefill(family)
 
 
-@each(DECODERS)
+@each(distinct(DECODERS))
 @pytest.mark.parametrize("room", [LENGTH, 40], ids=["full", "room"])
 def test_static_cache(family: Family, room: int) -> None:
     def make_cache(config: Any) -> StaticCache:
@@ -94,12 +94,12 @@ def test_static_cache(family: Family, room: int) -> None:
     check_chunked_prefill(family, make_cache)
 
 
-@each(DECODERS)
+@each(distinct(DECODERS))
 def test_custom_mask(family: Family) -> None:
     check_custom_mask(family)
 
 
-@each(DECODERS + SEQ2SEQ)
+@each(distinct(DECODERS + SEQ2SEQ))
 @pytest.mark.parametrize("kind", ["left", "right"])
 def test_generate(family: Family, kind: str) -> None:
     check_generate(family, kind)

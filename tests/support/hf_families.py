@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import transformers
+from sampled_cases import ALL
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -282,6 +283,31 @@ FAMILIES = [
     Family("siglip", "SiglipVisionModel", "vision"),
     Family("clip", "CLIPVisionModel", "vision"),
 ]
+_LIKE = {
+    "qwen2": "llama",
+    "qwen3": "llama",
+    "qwen3-moe": "llama",
+    "mixtral": "llama",
+    "olmo2": "llama",
+    "gpt-neox": "llama",
+    "phi3": "mistral",
+    "phimoe": "mistral",
+    "starcoder2": "mistral",
+    "olmo3": "qwen2-window",
+    "cohere2": "qwen2-window",
+    "a.x-k2": "deepseek-v3.2",
+    "hy-v4": "deepseek-v3.2",
+    "m2m100": "bart",
+    "mt5": "t5",
+}
+"""Families that ask of attention, masks and caches what another family asks. What they compute beside it differs."""
+
+
+def distinct(families: list[Family]) -> list[Family]:
+    """Without the families that are like another one, which have fewer tests; all of them under FA_SERVE_CASES=all."""
+    return families if ALL else [family for family in families if family.name not in _LIKE]
+
+
 STABLELM = Family("stablelm", "StableLmForCausalLM")
 """Its layers hand no words to their attention. It is no family of the pages of models, which have its type."""
 BY_NAME = {family.name: family for family in (*FAMILIES, STABLELM)}
@@ -292,14 +318,14 @@ def here() -> torch.device:
     return torch.get_default_device()
 
 
-@functools.lru_cache(maxsize=2)
+@functools.lru_cache(maxsize=64)  # tests come function by function, and each function takes all families
 def _pair(family: Family, device: torch.device) -> tuple[PreTrainedModel, PreTrainedModel]:
     eager = family.build().to(device)
     return eager, fa_serve.patch(copy.deepcopy(eager))
 
 
 def pair(family: Family) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """Two models with the same weights: one with eager attention, one with fa_serve."""
+    """Two models with the same weights, which tests must not change: one with eager attention, one with fa_serve."""
     return _pair(family, here())
 
 

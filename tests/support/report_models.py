@@ -77,8 +77,8 @@ def outcomes(only: Collection[str] = ()) -> dict[str, dict[str, list[int]]]:
         with tempfile.NamedTemporaryFile(suffix=".xml") as report:
             tests = str(HERE / "hf" / f"test_{module}.py")
             options = ["-q", "-p", "no:cacheprovider", f"--junitxml={report.name}", "-k", " or ".join(only)]
-            # a report is of all tests, also where it is made by a session that runs a share of the files
-            whole = {**os.environ, "FA_SERVE_SHARE": ""}
+            # a report is of all tests, also where it is made by a session that runs a sample of them
+            whole = {**os.environ, "FA_SERVE_CASES": "all"}
             subprocess.run([sys.executable, "-m", "pytest", *options, tests], cwd=HERE.parent, env=whole, check=False)
             for case in ET.parse(report.name).iter("testcase"):
                 test, _, parameters = str(case.get("name")).removesuffix("]").partition("[")

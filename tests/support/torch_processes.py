@@ -1,8 +1,11 @@
 """Programs in fresh interpreters that have imported PyTorch, which takes 2.5 seconds, and nothing else of ours or of others.
 
     done = after_torch("import fa_serve; print(fa_serve.__version__)")       # as subprocess.run of `python -c`
+    done = after_transformers("import fa_serve.hf")
 
-They are forked from one process. Programs that must not find PyTorch imported start an interpreter themselves.
+They are forked from one process. Programs that must not find PyTorch imported start an interpreter themselves. Those of
+`after_transformers` find imported what `transformers.modeling_utils` imports, but not that module, which holds the registry of
+attention: a program that imports it executes it.
 """
 
 from __future__ import annotations
@@ -17,6 +20,9 @@ from functools import cache
 
 PARENT = """
 import json, os, sys, traceback, torch
+if "transformers" in sys.argv:
+    import transformers.modeling_utils
+    del sys.modules["transformers.modeling_utils"]
 for line in sys.stdin:
     program, environment, out, err = json.loads(line)
     child = os.fork()
@@ -39,14 +45,22 @@ for line in sys.stdin:
 
 
 @cache
-def _parent() -> subprocess.Popen[str]:
-    parent = subprocess.Popen([sys.executable, "-c", PARENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+def _parent(*imported: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", PARENT, *imported]
+    parent = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     atexit.register(parent.communicate)  # which closes its input
     return parent
 
 
 def after_torch(program: str) -> subprocess.CompletedProcess[str]:
-    parent = _parent()
+    return _run(_parent(), program)
+
+
+def after_transformers(program: str) -> subprocess.CompletedProcess[str]:
+    return _run(_parent("transformers"), program)
+
+
+def _run(parent: subprocess.Popen[str], program: str) -> subprocess.CompletedProcess[str]:
     with tempfile.NamedTemporaryFile("r") as out, tempfile.NamedTemporaryFile("r") as err:
         print(json.dumps([program, dict(os.environ), out.name, err.name]), file=parent.stdin, flush=True)
         code = int(parent.stdout.readline())

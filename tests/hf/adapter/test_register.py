@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from hf_families import BY_NAME, tokens
-from torch_processes import after_torch
+from torch_processes import after_torch, after_transformers
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 import fa_serve
@@ -25,7 +25,7 @@ assert 'fa_serve' in AttentionInterface() and 'fa_serve' in AttentionMaskInterfa
 )
 def test_any_order_of_imports_registers(first: str) -> None:
     """That `import fa_serve.hf` alone registers is shown by the fresh process of test_traced_export.py."""
-    done = after_torch(first + REGISTERED)
+    done = after_transformers(first + REGISTERED)
     assert done.returncode == 0, done.stderr
 
 
@@ -37,7 +37,7 @@ def test_without_transformers_only_patch_is_missing() -> None:
 
 
 def test_an_old_transformers_is_named() -> None:
-    done = after_torch("import transformers; transformers.__version__ = '5.16.2'; import fa_serve.hf")
+    done = after_transformers("import transformers; transformers.__version__ = '5.16.2'; import fa_serve.hf")
     assert done.returncode == 1
     assert "needs transformers >= 5.17: found 5.16.2. Install it with pip install 'transformers>=5.17'" in done.stderr
 

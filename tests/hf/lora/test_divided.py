@@ -14,6 +14,7 @@ from hf_families import BY_NAME
 from latent_families import LATENT
 from peft_adapters import ATTENTION, PeftForwards, save_adapter
 from rank_threads import run_ranks
+from sampled_cases import ALL
 from tiny_models import make_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -109,9 +110,9 @@ def differences(base: Callable[[], PreTrainedModel], folder: Path, size: int) ->
 
 
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("name", BASES)
+@pytest.mark.parametrize("name", [name for name in BASES if ALL or name not in ("llama", "qwen3", "gemma3")])
 def test_ranks_give_the_logits_of_peft(tmp_path: Path, name: str, size: int) -> None:
-    """Two heads of keys and values, which four ranks share."""
+    """Two heads of keys and values, which four ranks share. The next test has llama and gemma3."""
     targets = TARGETS.get(name, "all-linear")
     folder = save_adapter(tmp_path / "a", model=BASES[name](), r=20, target_modules=targets)
     assert max(differences(BASES[name], folder, size)) < 1e-5

@@ -16,6 +16,7 @@ from quantised_copies import change_config, load
 from quantised_experts import GPT_OSS, QWEN, WRITERS, dequantised, matrices, original
 from rank_threads import run_ranks
 from safetensors.torch import load_file, save_file
+from sampled_cases import each_nth
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
@@ -256,7 +257,7 @@ def test_mxfp4_experts_of_a_model_without_a_plan_are_not_divided(checkpoints: Pa
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", [name for name in WRITERS if name != "mxfp4"])
+@pytest.mark.parametrize("name", each_nth(2, ["fp8-block", "fp8-channel", "awq", "w4a16", "gptq"]))
 def test_experts_on_two_ranks(checkpoints: Path, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank keeps half of the width of every expert, if the columns of a group stay together."""
     if name != "fp8-channel":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -24,35 +25,46 @@ from fa_serve.hf.surgery.quantised.linear import QuantizedLinear, describe_weigh
 from fa_serve.ops.products.quantised.weight import FLOAT8, quantize_float8
 from fa_serve.spec import ParameterError
 
-LINEARS = 7 * 6
+LINEARS = 7 * 2
 
 
 @pytest.fixture(scope="session")
-def copies(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("copies")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The embedded model with two of its layers."""
+    folder = tmp_path_factory.mktemp("original")
+    shutil.copytree(model_path(), folder, ignore=shutil.ignore_patterns("*.safetensors"), dirs_exist_ok=True)
+    AutoModelForCausalLM.from_pretrained(model_path(), num_hidden_layers=2, dtype="auto").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def copies(original: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Gives a copy of the original in a format."""
+    folder = tmp_path_factory.mktemp("copies")
+    return lambda name: copy_of(original, name, folder)
 
 
 @pytest.fixture
-def folder(copies: Path, tmp_path: Path):
-    """Makes a copy of the embedded model that a test may spoil."""
+def folder(copies: Callable[[str], Path], tmp_path: Path):
+    """Makes a copy that a test may spoil."""
 
     def make(name: str) -> Path:
-        return shutil.copytree(copy_of(None, name, copies), tmp_path / name)
+        return shutil.copytree(copies(name), tmp_path / name)
 
     return make
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_layer_is_what_its_tensors_say(copies: Path, name: str) -> None:
-    """The matrices are near those of the embedded model, and logits are those of the matrices."""
-    path = copy_of(None, name, copies)
+def test_a_layer_is_what_its_tensors_say(original: Path, copies: Callable[[str], Path], name: str) -> None:
+    """The matrices are near those of the original, and logits are those of the matrices."""
+    path = copies(name)
     model = load(path)
     found = layers(model)
     assert len(found) == LINEARS
-    original = AutoModelForCausalLM.from_pretrained(model_path(), dtype="auto")
+    plain = AutoModelForCausalLM.from_pretrained(original, dtype="auto")
     for layer, matrix in found.items():
-        expected = original.get_submodule(layer).weight
+        expected = plain.get_submodule(layer).weight
         error = (matrix.float() - expected.float()).norm() / expected.float().norm()
         assert float(error) < (0.04 if name.startswith("fp8") else 0.15)
     ids = torch.arange(3, 40)[None]
@@ -61,25 +73,25 @@ def test_a_layer_is_what_its_tensors_say(copies: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["awq", "fp8"])
-def test_nothing_but_the_checkpoints_bytes_is_kept(copies: Path, name: str) -> None:
+def test_nothing_but_the_checkpoints_bytes_is_kept(copies: Callable[[str], Path], name: str) -> None:
     """Weights take the bytes of the format, and no layer keeps the tensors that it was made of."""
-    model = load(copy_of(None, name, copies))
+    model = load(copies(name))
     kept = sum(m.weight.data.nbytes for m in model.modules() if isinstance(m, QuantizedLinear))
     numbers = sum(m.weight.shape.numel() for m in model.modules() if isinstance(m, QuantizedLinear))
     assert kept <= numbers * (1 if name == "fp8" else 0.75), "320 columns take the words of 512"
     assert not [p for p, _ in model.named_parameters() if p.endswith(("qweight", "qzeros", "scales", "weight_scale"))]
 
 
-def test_floats_are_rounded_while_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_floats_are_rounded_while_they_are_read(original: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each matrix is rounded once, from the dtype of the checkpoint. The head stays as it is."""
     seen = []
     rounded = quantized_linear.quantize_float8
     monkeypatch.setattr(quantized_linear, "quantize_float8", lambda x: seen.append(x.dtype) or rounded(x))
-    model = load(model_path(), quantization="fp8")
+    model = load(original, quantization="fp8")
     assert seen == [torch.bfloat16] * LINEARS
-    original = AutoModelForCausalLM.from_pretrained(model_path(), dtype="auto")
+    plain = AutoModelForCausalLM.from_pretrained(original, dtype="auto")
     for layer, matrix in layers(model).items():
-        expected = quantize_float8(original.get_submodule(layer).weight.detach())
+        expected = quantize_float8(plain.get_submodule(layer).weight.detach())
         assert model.get_submodule(layer).weight.data.dtype == FLOAT8
         assert torch.equal(matrix, expected.dequantize(torch.bfloat16))
     assert type(model.lm_head) is torch.nn.Linear
@@ -104,7 +116,7 @@ def spoil(path: Path, change) -> None:
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
 
 
-NAME = "model.layers.4.mlp.up_proj"
+NAME = "model.layers.1.mlp.up_proj"
 
 
 @pytest.mark.parametrize(
@@ -209,15 +221,15 @@ def test_layers_of_other_names_are_rounded_too(tmp_path: Path) -> None:
         assert 0 < float((rounded - model(ids).logits).abs().max()) < 0.1 * float(rounded.abs().max())
 
 
-def test_info_says_what_weights_are_and_who_computes_them(copies: Path) -> None:
-    described = describe(str(copy_of(None, "awq", copies)), "cuda", 90)
+def test_info_says_what_weights_are_and_who_computes_them(copies: Callable[[str], Path]) -> None:
+    described = describe(str(copies("awq")), "cuda", 90)
     assert described.engine is None
     int4, plain = described.weights.items()
     assert int4[0] == (
         "4 bits in groups of 64 with zero points (AWQ), "
         "computed by gemv for 1 token, unpack_wgmma for 2 to 128, dequantise for more"
     )
-    assert int4[1].startswith("model.layers.*.self_attn.q_proj (6), model.layers.*.self_attn.k_proj (6), ")
+    assert int4[1].startswith("model.layers.*.self_attn.q_proj (2), model.layers.*.self_attn.k_proj (2), ")
     assert plain == ("bfloat16", "lm_head")
     assert describe(str(model_path()), "cpu").weights == {"bfloat16": "all layers"}
 
@@ -236,7 +248,7 @@ def test_info_says_what_is_refused_and_what_is_left_to_transformers(folder) -> N
     assert kept == "bitsandbytes, computed by transformers' own modules in layers that are not fused"
 
 
-def test_the_copies_are_real_checkpoints(copies: Path) -> None:
+def test_the_copies_are_real_checkpoints(copies: Callable[[str], Path]) -> None:
     """The names and dtypes that the tools write."""
     wanted = {
         "awq": {"qweight": "I32", "qzeros": "I32", "scales": "BF16"},
@@ -245,6 +257,6 @@ def test_the_copies_are_real_checkpoints(copies: Path) -> None:
         "fp8-static": {"weight": "F8_E4M3", "weight_scale": "F32", "input_scale": "F32"},
     }
     for name, tensors in wanted.items():
-        with safe_open(copy_of(None, name, copies) / "model.safetensors", framework="pt") as file:
+        with safe_open(copies(name) / "model.safetensors", framework="pt") as file:
             keys = [key for key in file.keys() if key.startswith(f"{NAME}.")]  # noqa: SIM118
             assert {key.rpartition(".")[2]: file.get_slice(key).get_dtype() for key in keys} == tensors
