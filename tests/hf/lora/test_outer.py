@@ -72,7 +72,9 @@ def test_what_does_not_fit_is_refused(adapter, field) -> None:
     assert caught.value.field == field
 
 
-@pytest.mark.parametrize("part", [{"saved": {EMBED: torch.ones(320, 32)}}, {"modules": {"lm_head": HEAD}}], ids=["whole", "low"])
+@pytest.mark.parametrize(
+    "part", [{"saved": {EMBED: torch.ones(320, 32)}}, {"modules": {"lm_head": HEAD}}], ids=["whole", "low"]
+)
 def test_an_adapter_that_ties_what_the_model_ties_is_refused(part) -> None:
     """peft would give the head what the adapter has for the embedding. An adapter of neither ties nothing."""
     tying = AdapterConfig(tying=True)
