@@ -17,7 +17,7 @@ from fa_serve.testing import make_qkv
 SMALL = replace(BASE, head_dim=16, heads=2, kv_heads=1)
 
 
-@pytest.mark.parametrize("case", [CASES[i] for i in (1, 3, 9, 11)], ids=str)
+@pytest.mark.parametrize("case", [CASES[i] for i in (1, 4, 8, 11)], ids=str)
 def test_cases(case: MaskCase) -> None:
     check_masked(replace(case, heads=2, kv_heads=1, head_dim=16), "triton", torch.float32)
 
