@@ -87,10 +87,11 @@ def holds_a_flood(server: ServerProcess, name: str, requests: list[bytes], conne
 def test_the_loop_begins_many_sequences_in_turns(server: ServerProcess):
     """128 prompts with 3,072 token ids each took the loop 90 ms to validate, in one go."""
     pid = server.process.pid
+    assert post(server, attacks.many_ids()).status_code == 200  # the first one also makes validators
     before = loop_seconds(pid)
-    for _ in range(2):
+    for _ in range(3):
         assert post(server, attacks.many_ids()).status_code == 200
-    each = (loop_seconds(pid) - before) / 2
+    each = (loop_seconds(pid) - before) / 3
     print(f"\n{each:.3f} s of the event loop for 128 sequences")
     assert each < 0.08
 
