@@ -12,9 +12,8 @@ ARGS   ?=
 JOBS   ?= 2
 # of a grid of cases a sample runs; `make test CASES=all` runs them all
 CASES  ?= sampled
-# the files of which sessions run that take long and seldom fail: 0/2 or 1/2 for half of them, all if it is empty
+# which share of the files runs: 0/2 or 1/2 for half of them, all if it is empty
 SHARE  ?=
-REST   ?=
 EVERY  ?= 53
 LOAD   ?= full
 # releases of Triton beside that of constraints.txt, with which `make test-compiled` runs the same files
@@ -55,7 +54,7 @@ test: $(VENV)/.test $(VENV)/images/.installed ## install and run the tests that 
 ifeq ($(shell uname -s),Linux)
 	TRITON_INTERPRET=1 FA_SERVE_SHARE=$(SHARE) $(PYTEST) tests --ignore tests/gpu
 endif
-	FA_SERVE_SHARE=$(REST) $(PYTEST) tests --ignore tests/gpu --ignore-glob '*_compiled.py'
+	FA_SERVE_SHARE=$(SHARE) $(PYTEST) tests --ignore tests/gpu --ignore-glob '*_compiled.py'
 
 test-compiled: $(VENV)/.test ## the files named test_*_compiled.py: every kernel compiles for every target, without a GPU
 	FA_SERVE_SHARE=$(SHARE) $(PYTEST) $$(find tests -name 'test_*_compiled.py')

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -113,17 +112,6 @@ def test_shares_of_files_are_all_of_them(tmp_path: Path, monkeypatch: pytest.Mon
         monkeypatch.setattr(sampled_cases, "SHARE", share)
         found.append(len(collect(tmp_path).names))
     assert sorted(found) == [0, 10 + 50 + 30 + sampled_cases.FEWEST]
-
-
-def test_what_a_day_leaves_out_runs_on_the_other_days(monkeypatch: pytest.MonkeyPatch) -> None:
-    files = [str(path) for path in Path(__file__).parent.rglob("test_*.py")]
-    runs: Counter[str] = Counter()
-    for share in ("-0/4", "-1/4", "-2/4", "-3/4"):
-        monkeypatch.setattr(sampled_cases, "SHARE", share)
-        chosen = [file for file in files if sampled_cases.is_shared(file)]
-        assert 0.65 * len(files) < len(chosen) < 0.85 * len(files)
-        runs.update(chosen)
-    assert runs == dict.fromkeys(files, 3)
 
 
 def test_each_nth_row_of_a_slow_table(monkeypatch: pytest.MonkeyPatch) -> None:

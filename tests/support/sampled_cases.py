@@ -6,9 +6,7 @@ A sample of a grid runs, in which each value of each axis occurs, but not each c
 whole, because its cases are rules of which none follows from the others. The marker `every_case` says the same of a grid:
 faults that are planted, requests that are refused, attacks. FA_SERVE_CASES=all runs all cases (`make test CASES=all`).
 
-FA_SERVE_SHARE=0/2 runs half of the files, which the Makefile asks of sessions that compile or interpret kernels and
-of the one with the newest packages (`make check SHARE=0/2`), and -0/4 all files but a quarter of them, which it asks of the
-session with everything else (`REST=-0/4`): CI has a time that slow machines keep too.
+FA_SERVE_SHARE=0/2 runs half of the files (`make check SHARE=0/2`): CI has a time that slow machines keep too.
 """
 
 from __future__ import annotations
@@ -48,8 +46,8 @@ def is_shared(file: str) -> bool:
     """Whether a file, as the id of its tests begins, is in the share that runs."""
     if ALL or not SHARE:
         return True
-    number, count = map(int, SHARE.lstrip("-").split("/"))
-    return (crc32(file.encode()) % count == number) != SHARE.startswith("-")
+    number, count = map(int, SHARE.split("/"))
+    return crc32(file.encode()) % count == number
 
 
 def cover(cases: Sequence[Case]) -> list[int]:
