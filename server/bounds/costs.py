@@ -329,7 +329,7 @@ class Costs:
         """Give the turn to one request or prompt.
 
         What a request will cost is added to its client's debt at once, as far as that is known. A prompt adds what a request
-        costs at least, for good: else a client with debts would send lists.
+        costs at least to a debt that is left, for good: else a client with debts would send lists.
         """
         self._timer = None
         now = self._clock()
@@ -338,7 +338,7 @@ class Costs:
                 continue
             turn.may_go.set_result(None)
             debt = self._debts.get(turn.bill.client)
-            if debt is not None:
+            if debt is not None and (debt.seconds or not turn.is_prompt):
                 debt.seconds += REQUEST_SECONDS if turn.is_prompt else debt.usual
                 turn.bill.advance += 0.0 if turn.is_prompt else debt.usual
             break

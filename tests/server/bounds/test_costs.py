@@ -312,6 +312,20 @@ async def test_the_prompts_of_a_list_wait_as_requests_do_and_are_not_counted_as_
     await asyncio.gather(waiting, *prompts)
 
 
+async def test_a_list_makes_no_debt_where_none_is_left():
+    """Before: after one `GET /metrics`, however long ago, 128 prompts in a list were a debt of 0.1 s, for which the next waited."""
+    clock = Clock()
+    costs = Costs(nothing, clock)
+    spend(costs, "key", module.REQUEST_SECONDS)
+    clock.now += 1.0
+    costs.open("key")
+    for _ in range(2 * MAX_WAITING):
+        costs._used = module.ITERATION_SECONDS  # what the prompt before has taken, so that this one waits for its turn
+        await asyncio.wait_for(costs.begin_sequences(1), 1.0)
+    assert costs._wait("key", clock.now) == 0.0
+    assert costs._debts["key"].seconds == 0.0
+
+
 async def test_requests_whose_clients_have_left_are_not_counted():
     costs = Costs(nothing)
     spend_all(costs, "attacker", 1.0)
