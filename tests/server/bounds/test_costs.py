@@ -313,7 +313,7 @@ async def test_the_prompts_of_a_list_wait_as_requests_do_and_are_not_counted_as_
 
 
 async def test_a_list_makes_no_debt_where_none_is_left():
-    """Before: after one `GET /metrics`, however long ago, 128 prompts in a list were a debt of 0.1 s, for which the next waited."""
+    """Before: after one `GET /metrics`, however long ago, 128 prompts in a list were a debt of 0.1 s, and the next waited."""
     clock = Clock()
     costs = Costs(nothing, clock)
     spend(costs, "key", module.REQUEST_SECONDS)
