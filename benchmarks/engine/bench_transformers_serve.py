@@ -1,6 +1,6 @@
 """`fa-serve serve` beside `transformers serve`, over HTTP and greedy: chats on a CPU, or prompts of a shape on a GPU.
 
-    python -m benchmarks.engine.bench_transformers_serve                  # on a CPU, about 10 minutes
+    python -m benchmarks.engine.bench_transformers_serve                  # on a CPU; beside other work it may not end
     python -m benchmarks.engine.bench_transformers_serve --shape llama8b  # on a GPU
 
 **On a CPU** the servers have the embedded model. All of them run at once and are asked in turn, so that what disturbs one

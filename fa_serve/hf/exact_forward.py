@@ -184,10 +184,10 @@ class ExactForward:
                 )
         inputs = kwargs.get("input_ids")
         embeds = kwargs.get("inputs_embeds")
-        if (inputs is None or inputs.dim() != 2) and (embeds is None or embeds.dim() != 3):
-            shape = None if inputs is None else tuple(inputs.shape)
+        tokens = embeds[..., 0] if inputs is None and embeds is not None else inputs
+        if tokens is None or tokens.dim() != 2:
+            shape = None if tokens is None else tuple(tokens.shape)
             raise ParameterError("input_ids", "be given with the shape (batch, tokens) in an exact forward", shape)
-        tokens: Any = inputs if embeds is None else embeds[..., 0]
         rows = _Rows.of(tokens, kwargs.get("attention_mask"), kwargs.get("position_ids"))
         kwargs |= {
             "position_ids": rows.positions,

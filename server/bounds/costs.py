@@ -328,8 +328,8 @@ class Costs:
     def _release(self) -> None:
         """Give the turn to one request or prompt.
 
-        What a request will cost is added to its client's debt at once, as far as that is known. A prompt adds what a request
-        costs at least to a debt that is left, for good: else a client with debts would send lists.
+        What a request will cost is added to its client's debt at once, as far as that is known. If a debt is left, a prompt
+        adds what a request costs at least, for good: else a client with debts would send lists.
         """
         self._timer = None
         now = self._clock()

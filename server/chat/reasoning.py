@@ -35,7 +35,7 @@ def opened_by(prompt: str, continued: str | None = None) -> bool | None:
 
 
 class ThoughtReader:
-    """`inside` is what `opened_by` returns for the prompt. begun: the prompt ends within a thought, which goes on"""
+    """`inside` is what `opened_by` returns for the prompt. begun: the answer continues a text, so that white space is kept"""
 
     def __init__(self, inside: bool | None, begun: bool = False):
         self._part = {True: "thoughts", False: "answer", None: "start"}[inside]
