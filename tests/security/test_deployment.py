@@ -4,7 +4,6 @@ tests/server/test_deploy.py holds that the programs that read these files accept
 moved tag or a replaced package could use. No test needs Docker or a cluster.
 """
 
-import importlib.util
 import json
 import os
 import re
@@ -16,6 +15,7 @@ import time
 import tomllib
 from collections.abc import Callable, Iterable
 from functools import cache
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 import httpx
@@ -122,7 +122,9 @@ def test_a_changed_package_is_not_installed(tmp_path):
     wheel.write_bytes(b"not the file that was tested")
     listed = tmp_path / "requirements.txt"
     listed.write_text(f"idna==3.20 {' '.join(requirements('cpu')['idna'][1])}\n")
-    pip = [sys.executable, "-m", "pip"] if importlib.util.find_spec("pip") else [program("pip3")]
+    # `importlib.util.find_spec("pip")` would make setuptools give this process the distutils of Python for good, and whatever
+    # imports setuptools behind it, such as inductor, would fail
+    pip = [sys.executable, "-m", "pip"] if PathFinder.find_spec("pip") else [program("pip3")]
     flags = ["--require-hashes", "--only-binary", ":all:", "--no-index", "--find-links", str(tmp_path), "--dry-run"]
     done = run(*pip, "--isolated", "install", *flags, "--target", str(tmp_path / "into"), "-r", str(listed))
     assert done.returncode != 0
