@@ -167,7 +167,7 @@ def _show_encoder(facts: EncoderFacts | str, console: Console) -> None:
     sizes = {"sparse": "weights of words", "score": "label", "classify": "labels"}
     made = f"{facts.size} {sizes.get(facts.task, 'numbers in a vector')}"
     names = f": {', '.join(facts.labels)}" if facts.task == "classify" else ""
-    length = ", of length 1" if facts.normalises else ""
+    length = ", of length 1" if facts.normalizes else ""
     console.print(f"encoder: runs it (fa-serve serve, Encoder), for the task {facts.task}")
     console.print(f"  gives: {made}{length}{names}")
     if facts.pooling:

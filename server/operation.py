@@ -7,7 +7,7 @@
     POST /shutdown_weight_transfer_engine
     POST /resume
     POST /sleep?level=1, POST /wake_up?tags=weights&tags=kv_cache
-    GET /is_paused, GET /get_world_size
+    GET /is_paused, GET /is_sleeping, GET /get_world_size
 
 Names, queries and bodies are those that trainers send to vLLM (prime-rl, TRL). A body may be left out where nothing in it is
 required. Every response of the server has the version of the weights in its header `x-weight-version` (bounds/guard.py).
@@ -222,8 +222,9 @@ async def get_world_size(request: Request) -> JSONResponse:
 
 
 @operation.get("/is_paused", response_model=WeightReply)
+@operation.get("/is_sleeping", response_model=WeightReply)
 async def is_paused(request: Request) -> JSONResponse:
-    """Whether requests wait for /resume or /wake_up."""
+    """Whether requests wait for /resume or /wake_up, and whether the engine sleeps."""
     return _reply(_administrators_service(request))
 
 
@@ -252,7 +253,11 @@ async def _tell(request: Request, name: str, **arguments: Any) -> JSONResponse:
 
 def _reply(service: Service) -> JSONResponse:
     engine = service.engine
-    body: WeightReply = {"is_paused": engine.is_paused, "weight_version": engine.weight_version}
+    body: WeightReply = {
+        "is_paused": engine.is_paused,
+        "is_sleeping": engine.is_asleep,
+        "weight_version": engine.weight_version,
+    }
     return JSONResponse(body)
 
 

@@ -26,9 +26,14 @@ class TokenizerInfo(TypedDict):
 
 
 class WeightReply(TypedDict):
-    """weight_version: how often the weights have been changed"""
+    """
+    is_paused:      whether requests wait, for any reason
+    is_sleeping:    whether they wait for memory or weights, which /wake_up allocates or an update brings
+    weight_version: how often the weights have been changed
+    """
 
     is_paused: bool
+    is_sleeping: bool
     weight_version: int
 
 

@@ -145,7 +145,7 @@ class PoolingWork:
         for prompt in prompts:
             sides = [side for side in (0, 1) if (queries, documents)[side] == prompt]
             texts = list(dict.fromkeys(pair[side] for pair in pairs for side in sides))
-            async with self.computed(texts, PoolingParams(normalise=True), prompt=prompt, cuts=cuts, counted=True) as found:
+            async with self.computed(texts, PoolingParams(normalize=True), prompt=prompt, cuts=cuts, counted=True) as found:
                 vectors |= zip(((prompt, text) for text in texts), found.values, strict=True)
                 count += found.num_tokens
         scores = [float(np.dot(vectors[queries, first], vectors[documents, second])) for first, second in pairs]

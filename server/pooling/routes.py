@@ -73,7 +73,7 @@ async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
 
     async def work() -> bytes:
         service.require_task("embed")
-        params = PoolingParams(dimensions=body.dimensions, normalise=body.normalize)
+        params = PoolingParams(dimensions=body.dimensions, normalize=body.normalize)
         size = service.vector_size(body.dimensions) * FORMAT_BYTES[form]
         prompt = call.work.prompt(body.prompt_name)
         async with call.work.computed(body.inputs(), params, prompt=prompt, cuts=body.cuts, size=size) as found:
@@ -160,14 +160,14 @@ async def classify(body: ClassifyRequest, request: Request) -> Response:
 @pooling_router.post("/embed", response_model=list[list[float]], tags=["TEI"])
 async def tei_embed(body: TeiEmbedRequest, request: Request) -> Response:
     """The vectors of texts, in the form of text-embeddings-inference."""
-    params = PoolingParams(dimensions=body.dimensions, normalise=body.normalize is not False)
+    params = PoolingParams(dimensions=body.dimensions, normalize=body.normalize is not False)
     return await _tei_vectors(body, request, params, ("embed",))
 
 
 @pooling_router.post("/embed_all", response_model=list[list[list[float]]], tags=["TEI"])
 async def tei_embed_all(body: TeiInputs, request: Request) -> Response:
     """The vectors of all tokens of texts."""
-    return await _tei_vectors(body, request, PoolingParams(tokens=True, normalise=None), ("embed", "token_embed"))
+    return await _tei_vectors(body, request, PoolingParams(tokens=True, normalize=None), ("embed", "token_embed"))
 
 
 @pooling_router.post("/embed_sparse", response_model=list[list[TeiWeight]], tags=["TEI"])

@@ -22,13 +22,14 @@ def told(engine) -> list:
     """What the engine is told. Each update makes another version."""
     calls = []
     engine.weight_version = 0
-    engine.is_paused = False
+    engine.is_paused = engine.is_asleep = False
 
     def method(name):
         async def call(*args, **kwargs):
             calls.append((name, *args, kwargs))
             engine.weight_version += name == "update_weights"
             engine.is_paused = name in ("pause", "sleep")
+            engine.is_asleep = name == "sleep"
 
         return call
 
@@ -40,7 +41,7 @@ def told(engine) -> list:
 async def test_trainers_requests_reach_the_engine(serving, told):
     async with serving(admin_key="operator", api_keys=["user"]) as client:
         paused = await client.post("/pause?mode=keep", headers=KEY)
-        assert (paused.status_code, paused.json()) == (200, {"is_paused": True, "weight_version": 0})
+        assert (paused.status_code, paused.json()) == (200, {"is_paused": True, "is_sleeping": False, "weight_version": 0})
         updated = await client.post("/update_weights", headers=KEY, json={"weight_dir": "/checkpoints/7"})
         assert (updated.json()["weight_version"], updated.headers["x-weight-version"]) == (1, "1")
         places = {"name": "segment", "tensors": [PLACE]}
@@ -48,10 +49,12 @@ async def test_trainers_requests_reach_the_engine(serving, told):
         await client.post("/resume", headers=KEY)
         await client.post("/sleep?level=2", headers=KEY)
         await client.post("/sleep", headers=KEY, json={"level": 0})
+        sleeping = {"is_paused": True, "is_sleeping": True, "weight_version": 2}
+        assert (await client.get("/is_sleeping", headers=KEY)).json() == sleeping
         await client.post("/wake_up?tags=weights&tags=kv_cache", headers=KEY)
         await client.post("/wake_up", headers=KEY, json={})
         await client.post("/pause", headers=KEY, json={"mode": "wait"})
-        assert (await client.get("/is_paused", headers=KEY)).json() == {"is_paused": True, "weight_version": 2}
+        assert (await client.get("/is_paused", headers=KEY)).json() == sleeping | {"is_sleeping": False}
     assert told == [
         ("pause", {"mode": "keep"}),
         ("update_weights", {"keep_pages": False, "folder": "/checkpoints/7"}),
@@ -161,7 +164,7 @@ async def test_only_the_administrator_may_tell(serving, told):
                     assert (await client.post(path, headers=headers, json=body)).status_code == status, path
                 garbage = await client.post(path, headers=headers, content=b"{")
                 assert garbage.status_code == status, "what a body lacks is told to the administrator alone"
-            for path in ("/is_paused", "/get_world_size"):
+            for path in ("/is_paused", "/is_sleeping", "/get_world_size"):
                 assert (await client.get(path, headers=headers)).status_code == status
     assert told == []
 

@@ -20,14 +20,14 @@ class PoolingParams:
     tokens:     vectors of all tokens instead of one vector; only of the tasks embed and token_embed
     dimensions: the numbers of a vector that are kept, from its begin on; of a model whose vectors have length 1, so has what is
                 left. None keeps all
-    normalise:  whether vectors get length 1; None as the model's folder has it
+    normalize:  whether vectors get length 1; None as the model's folder has it
     activation: what is applied to logits: "default" is the model's, which is the sigmoid for one label, and the softmax for
                 several
     """
 
     tokens: bool = False
     dimensions: int | None = None
-    normalise: bool | None = None
+    normalize: bool | None = None
     activation: Activation = "default"
 
     def check(self, card: EncoderCard) -> None:
@@ -55,7 +55,7 @@ class EncoderCard:
     skips_prompt: whether the tokens of a prompt do not count in the mean of a vector
     takes_types:  whether the model tells the two texts of a pair apart by types of tokens
     lower_case: whether texts are written in lower case first
-    normalises: whether vectors have length 1
+    normalizes: whether vectors have length 1
     pooling:    how vectors are made of tokens, for people
     """
 
@@ -68,7 +68,7 @@ class EncoderCard:
     skips_prompt: bool = False
     takes_types: bool = False
     lower_case: bool = False
-    normalises: bool = False
+    normalizes: bool = False
     pooling: str = ""
 
 

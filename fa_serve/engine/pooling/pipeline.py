@@ -81,8 +81,8 @@ class Pipeline:
         limit = _max_tokens(config, folder.max_tokens, tokenizer, loaded.max_positions)
         splade = next((each.config for each in folder.modules if each.kind == "SpladePooling"), {})
         poolings = [each for each in loaded.modules if isinstance(each, TokenPooling)]
-        normalises = is_unit_length(loaded.modules)
-        modules = loaded.modules[:-1] if normalises else loaded.modules
+        normalizes = is_unit_length(loaded.modules)
+        modules = loaded.modules[:-1] if normalizes else loaded.modules
         card = EncoderCard(
             task=task,
             size=_size(task, loaded, modules),
@@ -93,7 +93,7 @@ class Pipeline:
             skips_prompt=any(not each.include_prompt for each in poolings),
             takes_types="token_type_ids" in tokenizer.model_input_names,
             lower_case=folder.lower_case,
-            normalises=normalises,
+            normalizes=normalizes,
             pooling=", ".join(mode for each in poolings for mode in each.modes) or task,
         )
         activation = _activation(folder.activation, loaded)
@@ -141,8 +141,8 @@ class Pipeline:
                 name = self.activation if params.activation == "default" else params.activation
                 return PooledRows(_activate(values, name)), finite
         kept = values if params.dimensions is None else values[:, : params.dimensions]
-        normalise = self.card.normalises if params.normalise is None else params.normalise
-        if normalise:
+        normalize = self.card.normalizes if params.normalize is None else params.normalize
+        if normalize:
             # not `norm`, which copies the numbers to take their absolute values
             lengths = np.sqrt(np.einsum("ij,ij->i", kept, kept))[:, None]
             kept = kept / np.maximum(lengths, MIN_LENGTH)

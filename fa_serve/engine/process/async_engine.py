@@ -446,6 +446,11 @@ class AsyncEngine:
         return not self._open.is_set()
 
     @property
+    def is_asleep(self) -> bool:
+        """Whether memory or weights are missing, so that nothing is computed before `wake_up` or an update."""
+        return self._is_asleep
+
+    @property
     def ready(self) -> Ready:
         """What is known of the loaded engine."""
         if self._ready is None:

@@ -32,7 +32,7 @@ class EncoderFacts:
 
     size:       the numbers of a vector, of the weights of words, or of the labels
     pooling:    how a vector is made of tokens; () where none is made
-    normalises: whether vectors have length 1
+    normalizes: whether vectors have length 1
     labels:     names of the classes, by index
     activation: the name of the class that the folder has for logits; None for the usual one
     prompts:    names of the texts that come before an input
@@ -43,7 +43,7 @@ class EncoderFacts:
     task: EncoderTask
     size: int
     pooling: tuple[str, ...] = ()
-    normalises: bool = False
+    normalizes: bool = False
     labels: tuple[str, ...] = ()
     activation: str | None = None
     prompts: tuple[str, ...] = ()

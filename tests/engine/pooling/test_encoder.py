@@ -228,7 +228,7 @@ def test_dimensions_keep_the_first_numbers_and_length_one(tmp_path) -> None:
     whole = encoder.encode(TEXTS)
     found = encoder.encode(TEXTS, params=PoolingParams(dimensions=5))
     np.testing.assert_allclose(found, whole[:, :5] / np.linalg.norm(whole[:, :5], axis=1, keepdims=True), atol=1e-6)
-    plain = encoder.encode(TEXTS, params=PoolingParams(normalise=False))
+    plain = encoder.encode(TEXTS, params=PoolingParams(normalize=False))
     assert np.abs(np.linalg.norm(plain, axis=1) - 1).min() > 1e-3
     with pytest.raises(ParameterError, match="be from 1 to 32"):
         encoder.encode(TEXTS, params=PoolingParams(dimensions=33))

@@ -30,7 +30,7 @@ def test_what_an_encoder_does_not_compute_is_refused(card, params, field: str) -
 
 
 def test_what_it_computes_is_not_refused() -> None:
-    PoolingParams(dimensions=32, tokens=True, normalise=False).check(EMBEDDER)
+    PoolingParams(dimensions=32, tokens=True, normalize=False).check(EMBEDDER)
     PoolingParams(activation="none").check(RERANKER)
 
 

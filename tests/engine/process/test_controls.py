@@ -85,7 +85,7 @@ async def test_a_pause_that_keeps_requests_stops_them_with_their_pages(make_engi
         later = Answer(served, "b", max_tokens=3)
         steps = served.stats().num_steps
         await asyncio.sleep(0.1)
-        assert (len(answer.tokens), later.tokens, served.is_paused) == (seen, [], True)
+        assert (len(answer.tokens), later.tokens, served.is_paused, served.is_asleep) == (seen, [], True, False)
         assert served.stats().num_pages_used > 0
         await served.resume()
         assert await answer.end() == greedy(make_model(), PROMPT, 40)
@@ -165,7 +165,7 @@ async def test_requests_wait_while_the_engine_sleeps(make_engine: Callable[..., 
         await served.sleep(1)
         later = Answer(served, "b", max_tokens=2, prompt=PROMPT[:5])
         await asyncio.sleep(0.05)
-        assert (later.tokens, served.is_paused) == ([], True)
+        assert (later.tokens, served.is_paused, served.is_asleep) == ([], True, True)
         await served.wake_up(["weights"])
         assert served.is_paused
         await served.wake_up(["kv_cache"])

@@ -28,7 +28,7 @@ def test_the_facts_are_those_of_the_loaded_encoder(tmp_path: Path, name: str) ->
     encoder = Encoder(EngineConfig(model=path, device="cpu", dtype="float32"))
     card = encoder.card
     facts = encoder_facts(path, recognise_task(path))
-    assert (facts.task, facts.size, facts.normalises, facts.labels) == (card.task, card.size, card.normalises, card.labels)
+    assert (facts.task, facts.size, facts.normalizes, facts.labels) == (card.task, card.size, card.normalizes, card.labels)
     assert (", ".join(facts.pooling) or facts.task, facts.prompts) == (card.pooling, tuple(card.prompts))
     assert facts.max_tokens in (None, card.max_tokens)
     assert facts.packs == encoder._pipeline.model.packs == (name != "mpnet")

@@ -32,7 +32,6 @@ def merged(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "MERGED_PRODUCTS", run.EVERY_PRODUCT)
 
 
-@pytest.mark.every_case
 @pytest.mark.parametrize("ahead", [False, True], ids=["one launch", "ahead"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
 @pytest.mark.parametrize(("case", "extras"), CASES)

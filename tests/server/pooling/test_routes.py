@@ -52,7 +52,7 @@ async def test_embeddings_are_those_of_the_encoder_in_each_format(encoding, enco
 
 async def test_prompts_and_lengths_of_vectors_are_on_demand(encoding, encoder_of) -> None:
     encoder = encoder_of("embed")
-    wanted = encoder.encode(["a cat"], prompt_name="query", params=PoolingParams(normalise=False))
+    wanted = encoder.encode(["a cat"], prompt_name="query", params=PoolingParams(normalize=False))
     async with encoding("embed") as client:
         body = MODEL | {"input": "a cat", "prompt_name": "query", "normalize": False}
         reply = await post(client, "/v1/embeddings", body)
@@ -202,7 +202,7 @@ async def test_teis_vectors_of_texts_and_tokens(encoding, encoder_of) -> None:
         plain = await post(client, "/embed", {"inputs": TEXTS[0], "normalize": False})
         tokens = await post(client, "/embed_all", {"inputs": list(TEXTS)})
     np.testing.assert_allclose(whole, encoder.encode(TEXTS), atol=1e-6)
-    np.testing.assert_allclose(plain[0], encoder.encode(TEXTS[0], params=PoolingParams(normalise=False)), atol=1e-6)
+    np.testing.assert_allclose(plain[0], encoder.encode(TEXTS[0], params=PoolingParams(normalize=False)), atol=1e-6)
     for found, wanted in zip(tokens, encoder.pooled(TEXTS, params=PoolingParams(tokens=True)), strict=True):
         np.testing.assert_allclose(found, wanted.values, atol=1e-6)
 
