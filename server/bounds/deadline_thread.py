@@ -224,8 +224,8 @@ def _meet_interrupt() -> None:
     """Return without an exception that waits to be raised in this thread.
 
     One more replaces it, and is raised here. To take it back with NULL would leave Python 3.10 to 3.12 looking for an exception
-    at every call and every loop from then on, in all threads: an empty call takes 1.6 times as long, and under a profiler Python
-    3.11 never returns from it.
+    at every call and every loop from then on, in all threads: an empty call takes 1.6 times as long, and under a profiler it
+    never returns in 3.11.
     """
     try:
         _raise_in(threading.current_thread(), _Interrupted)

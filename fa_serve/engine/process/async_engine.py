@@ -82,7 +82,7 @@ class AsyncEngine:
         self._open = asyncio.Event()  # requests that come while the engine is paused or asleep wait for it
         self._open.set()
         self._is_paused = False
-        self._is_asleep = False
+        self.is_asleep = False  # memory or weights are missing: nothing is computed before `wake_up` or an update
         self._replies: dict[int, asyncio.Future[Reply]] = {}  # one for each control that is not answered yet
 
     async def start(self) -> None:
@@ -411,7 +411,7 @@ class AsyncEngine:
         await self._control("join_weight_group", **place)
 
     def _open_or_close(self) -> None:
-        if self._is_paused or self._is_asleep:
+        if self._is_paused or self.is_asleep:
             self._open.clear()
         else:
             self._open.set()
@@ -419,7 +419,7 @@ class AsyncEngine:
     async def _control(self, name: ControlName, **arguments: Any) -> Any:
         """Tell the engine, and wait for its answer. Raises what the engine raises."""
         reply = await self._told(lambda serial: Control(serial, name, arguments))
-        self._is_asleep = reply.is_asleep and self._error is None  # one that has died meanwhile does not sleep
+        self.is_asleep = reply.is_asleep and self._error is None  # one that has died meanwhile does not sleep
         self._open_or_close()
         return reply.value()
 
@@ -444,11 +444,6 @@ class AsyncEngine:
     def is_paused(self) -> bool:
         """Whether requests wait for `resume` or `wake_up`."""
         return not self._open.is_set()
-
-    @property
-    def is_asleep(self) -> bool:
-        """Whether memory or weights are missing, so that nothing is computed before `wake_up` or an update."""
-        return self._is_asleep
 
     @property
     def ready(self) -> Ready:
@@ -495,7 +490,7 @@ class AsyncEngine:
             if not future.done():
                 future.set_exception(EngineDeadError(str(error)))
         self._is_paused = False  # another engine, if there will be one, is neither paused nor asleep
-        self._is_asleep = False
+        self.is_asleep = False
         self._open_or_close()
 
 
