@@ -205,8 +205,12 @@ def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> 
     logits:      (..., vocab), any float dtype; tokens: (...), int64
     temperature: that of the rollout, without further filters. Greedy answers (a temperature below 1e-6) have those of 1
 
-    Returns (...) float32. In `fa_serve.exact` its bits are those of the rollout.
+    Returns (...) float32. In `fa_serve.exact` its bits are those of the rollout. Raises ParameterError for other shapes, of which
+    some would broadcast.
     """
+    if tokens.shape != logits.shape[:-1]:
+        shapes = f"{tuple(tokens.shape)} for logits of {tuple(logits.shape)}"
+        raise ParameterError("tokens", "have the shape of the logits without the vocabulary", shapes)
     scores = logits.float()
     if temperature != 1.0 and temperature >= GREEDY_TEMPERATURE:
         # a GPU multiplies with the reciprocal of a Python number, and the sampler divides by a tensor

@@ -403,3 +403,10 @@ def test_dropout_is_refused_where_it_would_drop_something() -> None:
     wrapped = peft.get_peft_model(make_model(), peft.LoraConfig(r=4, target_modules=["q_proj"], lora_dropout=0.5))
     with fa_serve.exact(wrapped), pytest.raises(ParameterError, match=r"dropout must be 0 in .*lora_dropout.*, got 0.5"):
         wrapped.train()(input_ids=ids)
+
+
+@pytest.mark.parametrize("shape", [(2, 1), (2, 4), (5,)])
+def test_tokens_of_other_shapes_are_refused(shape: tuple[int, ...]) -> None:
+    """(2, 1) and (5,) would broadcast to numbers of other tokens."""
+    with pytest.raises(ParameterError, match=r"tokens must have the shape of the logits without the vocabulary, got"):
+        fa_serve.token_logprobs(torch.zeros(2, 5, 7), torch.zeros(shape, dtype=torch.int64))

@@ -30,7 +30,9 @@ from fa_serve.ops.collectives.all_reduce import LOOPBACK, listen
 from fa_serve.spec import ParameterError
 
 REQUEST_SECONDS = 300.0
-"""How long a server may take for an answer, that to a whole update included."""
+"""How long a server may take for an answer, without the time of what it receives meanwhile."""
+SLOWEST_RATE = 10e6
+"""Bytes a second, of a transfer whose end is still waited for."""
 LOOK_SECONDS = 0.01
 
 
@@ -122,7 +124,8 @@ class WeightSender:
         }
         told: dict[str, Any] = {"update_info": info, "keep_pages": keep_pages}
         self._ask_all("/update_weights", {**told, "dry_run": True})
-        with self._asked("/update_weights", [told] * len(self._urls)) as answers:
+        seconds = REQUEST_SECONDS + sum(x.nbytes for _, x in listed) / SLOWEST_RATE
+        with self._asked("/update_weights", [told] * len(self._urls), seconds) as answers:
             for _, x in listed:
                 group.broadcast(x.detach().to(group.device).contiguous())
         return int(answers[0].result()["weight_version"])
@@ -142,13 +145,13 @@ class WeightSender:
             self._group = None
 
     @contextmanager
-    def _asked(self, path: str, bodies: Sequence[object]) -> Iterator[list[Future[Any]]]:
+    def _asked(self, path: str, bodies: Sequence[object], seconds: float = REQUEST_SECONDS) -> Iterator[list[Future[Any]]]:
         """Ask each server, with one body for each, while the context runs. At its end they have answered.
 
         After an error in the context the group is closed. What a server says about it is raised instead, which knows more.
         """
         with ThreadPoolExecutor(len(self._urls)) as pool:
-            answers = [pool.submit(self._ask, url, path, body) for url, body in zip(self._urls, bodies, strict=True)]
+            answers = [pool.submit(self._ask, url, path, body, seconds) for url, body in zip(self._urls, bodies, strict=True)]
             try:
                 yield answers
             except BaseException as error:
@@ -162,11 +165,11 @@ class WeightSender:
         with self._asked(path, [body] * len(self._urls)):
             pass
 
-    def _ask(self, url: str, path: str, body: object) -> Any:
+    def _ask(self, url: str, path: str, body: object, seconds: float) -> Any:
         parts = urlsplit(url)
         kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
         headers = {"authorization": f"Bearer {self._admin_key}", "content-type": "application/json"}
-        connection = kind(parts.netloc, timeout=REQUEST_SECONDS)
+        connection = kind(parts.netloc, timeout=seconds)
         try:
             connection.request("POST", parts.path.rstrip("/") + path, json.dumps(body), headers)
             response = connection.getresponse()

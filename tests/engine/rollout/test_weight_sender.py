@@ -80,6 +80,25 @@ def test_a_server_answers_with_the_trainers_weights(server: ServerProcess) -> No
         sender.send_weights(model.named_parameters())
 
 
+def test_an_update_is_waited_for_by_its_size(server: ServerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before, one that took more than five minutes failed, however large the model was."""
+    waited: list[float] = []
+
+    class Connection(weight_sender.HTTPConnection):
+        def __init__(self, host: str, timeout: float) -> None:
+            waited.append(timeout)
+            super().__init__(host, timeout=timeout)
+
+    monkeypatch.setattr(weight_sender, "HTTPConnection", Connection)
+    sender = WeightSender(server.url, KEY)
+    sender.init_weight_transfer()
+    model = make_trained(3)
+    sender.send_weights(model.named_parameters())
+    sender.destroy()
+    size = sum(x.nbytes for x in model.parameters())
+    assert waited == [300.0, 300.0, 300.0 + size / 10e6]
+
+
 def test_what_the_model_does_not_have_is_refused_before_it_is_sent(server: ServerProcess) -> None:
     """The server keeps its weights, and the group is as good as before."""
     sender = WeightSender(server.url, KEY)
