@@ -150,7 +150,7 @@ def _start_own_forkserver() -> None:
         pid = os.fork()
         if not pid:
             os.close(ours)
-            forkserver.main(listener.fileno(), theirs, [])
+            forkserver.main(listener.detach(), theirs, [])
             os._exit(0)
     os.close(theirs)
     server: Any = forkserver._forkserver  # type: ignore[attr-defined]
