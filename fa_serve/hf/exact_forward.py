@@ -205,8 +205,8 @@ def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> 
     logits:      (..., vocab), any float dtype; tokens: (...), int64
     temperature: that of the rollout, without further filters. Greedy answers (a temperature below 1e-6) have those of 1
 
-    Returns (...) float32. In `fa_serve.exact` its bits are those of the rollout. Raises ParameterError for other shapes, of which
-    some would broadcast.
+    Returns (...) float32. In `fa_serve.exact` its bits are those of the rollout. Raises ParameterError for other
+    shapes, some of which would broadcast.
     """
     if tokens.shape != logits.shape[:-1]:
         shapes = f"{tuple(tokens.shape)} for logits of {tuple(logits.shape)}"
