@@ -27,6 +27,7 @@ from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+import fa_serve
 from fa_serve.environment import PREFIX
 from fa_serve.server.settings import load
 
@@ -106,9 +107,14 @@ def check_packages() -> Finding:
     """The versions of what fa_serve and its server need, as the installed package declares them."""
     from packaging.requirements import Requirement
 
+    try:
+        declared = requires("fa-serve") or []
+    except PackageNotFoundError:
+        found = f"fa-serve {fa_serve.__version__} runs from {Path(fa_serve.__file__).parents[1]}, where it is not installed"
+        return Finding("packages", "warning", found, "what it needs is not known; in the clone: pip install -e '.[server]'")
     wrong = []
     count = 0
-    for line in requires("fa-serve") or []:
+    for line in declared:
         requirement = Requirement(line)
         if requirement.marker is not None and not any(requirement.marker.evaluate({"extra": x}) for x in ("", "server")):
             continue
@@ -121,7 +127,7 @@ def check_packages() -> Finding:
     if wrong:
         return Finding("packages", "failed", "; ".join(wrong), "in the clone: pip install '.[server]' -c constraints.txt")
     return _misfit_torchvision() or Finding(
-        "packages", "ok", f"fa-serve {version('fa-serve')}; all {count} requirements are met"
+        "packages", "ok", f"fa-serve {fa_serve.__version__}; all {count} requirements are met"
     )
 
 
@@ -343,5 +349,5 @@ def issue_block(findings: list[Finding]) -> str:
     """What to attach to an issue: versions and findings, in a block of Markdown, with the home folder written as ~."""
     versions = ", ".join(f"{name} {found}" for name in SHOWN_PACKAGES if (found := _version(name)) is not None)
     lines = [f"{each.name}: {each.state}: {each.found}" for each in findings]
-    text = "\n".join([f"fa-serve {version('fa-serve')}", versions, platform.platform(), *lines])
+    text = "\n".join([f"fa-serve {fa_serve.__version__}", versions, platform.platform(), *lines])
     return f"```text\n{text.replace(str(Path.home()), '~')}\n```"

@@ -4,7 +4,7 @@ import json
 import os
 import socket
 import sys
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,6 +12,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+import fa_serve
 from fa_serve import doctor
 from fa_serve.__main__ import app
 from fa_serve.doctor import (
@@ -106,6 +107,21 @@ def test_packages_that_are_missing_or_old(monkeypatch):
     assert (found.state, found.remedy[:34]) == ("failed", "in the clone: pip install '.[serve")
     monkeypatch.setattr(doctor, "requires", lambda _: declared[2:])
     assert "all 2 requirements are met" in check_packages().found
+
+
+def test_a_checkout_on_the_path_that_is_not_installed(monkeypatch):
+    def missing(name: str) -> list[str]:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(doctor, "requires", missing)
+    found = check_packages()
+    assert found.state == "warning"
+    assert (
+        found.found
+        == f"fa-serve {fa_serve.__version__} runs from {Path(fa_serve.__file__).parents[1]}, where it is not installed"
+    )
+    monkeypatch.setattr(doctor, "version", missing)
+    assert f"fa-serve {fa_serve.__version__}\n" in issue_block([found])
 
 
 @pytest.mark.parametrize(

@@ -93,7 +93,7 @@ def test_models_that_keep_states(tmp_path, family: str, eager: bool) -> None:
         name: save_adapter(tmp_path / name, model=copy.deepcopy(base), seed=seed, r=4 + 8 * seed, target_modules=[*layers])
         for seed, name in enumerate("abc")
     }
-    settings = {"num_pages": 512, "max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 96}
+    settings = {"num_pages": 512, "num_states": 64, "max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 96}
     config = EngineConfig(device="cuda", eager=eager, lora_bytes=1 << 26, max_lora_rank=32, **settings)
     engine = Engine(config, model=copy.deepcopy(base).to("cuda"))
     for name, folder in folders.items():
