@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
+    from torch import nn
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
     from fa_serve.engine import Engine
@@ -46,7 +47,7 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     calls: list[int] = []
 
-    def capture(function: Callable[[], None], pool: Any) -> tuple[Callable[[], None], Any]:
+    def capture(function: Callable[[], None], pool: Any, model: nn.Module) -> tuple[Callable[[], None], Any]:
         def replay() -> None:
             calls.append(1)
             function()

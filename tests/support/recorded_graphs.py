@@ -1,7 +1,7 @@
 """What takes the place of `capture` of CUDA graphs on a CPU.
 
-    replay, pool = run_again(step, pool)     # replays run the function again: the code of a model is not put to the test
-    replay, pool = record(step, pool)        # replays run the operations that were recorded, with the same memory
+    replay, pool = run_again(step, pool, model)     # replays run the function again: the code of a model is not put to the test
+    replay, pool = record(step, pool, model)        # replays run the operations that were recorded, with the same memory
 
 As a graph does, a recorded replay knows nothing of Python: of tensors that were made elsewhere in the meantime, and of numbers
 that came to the host. Reading one of these in a recording raises where PyTorch can be told: for `item`, but not for `tolist`.
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -21,12 +21,12 @@ POOL = 7
 """The pool that both give back."""
 
 
-def run_again(step: Callable[[], None], pool: Any) -> tuple[Callable[[], None], Any]:
+def run_again(step: Callable[[], None], pool: Any, model: nn.Module) -> tuple[Callable[[], None], Any]:
     step()
     return step, POOL
 
 
-def record(step: Callable[[], None], pool: Any) -> tuple[Callable[[], None], Any]:
+def record(step: Callable[[], None], pool: Any, model: nn.Module) -> tuple[Callable[[], None], Any]:
     recorder = _Recorder()
     with recorder:
         step()

@@ -53,7 +53,7 @@ MAX_KNOWN = 8
 MAX_SEEN = 8 * MAX_FORMS
 """Forms without graphs of which is known which layers have met them."""
 
-Capture = Callable[[Callable[[], None], Any], tuple[Callable[[], None], Any]]
+Capture = Callable[[Callable[[], None], Any, nn.Module], tuple[Callable[[], None], Any]]
 
 
 @dataclass(slots=True)
@@ -289,7 +289,7 @@ class TowerGraphs:
 
         step()  # what is compiled, planned or allocated at the first call is not captured
         reserved = self._reserved()
-        replay, self._pool = self._capture(step, self._pool)
+        replay, self._pool = self._capture(step, self._pool, block)
         self.num_captures += 1
         self._bytes_of_pool += max(self._reserved() - reserved, 0)
         return _Graph(replay, returned[0], [*outputs])

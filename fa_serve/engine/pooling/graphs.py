@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fa_serve.engine.pooling.inputs import EncoderInputs
 from fa_serve.engine.runner.cuda_graphs import capture
@@ -39,7 +39,7 @@ PADDINGS = 4
 SHORT = 512
 """Tokens of an input for which attention plans, unless a batch has a longer one."""
 
-Capture = Callable[[Callable[[], None], Any], tuple[Callable[[], None], Any]]
+Capture = Callable[[Callable[[], None], Any, nn.Module], tuple[Callable[[], None], Any]]
 
 
 @dataclass(slots=True)
@@ -108,7 +108,7 @@ class EncoderGraphs:
 
         try:
             step()  # what is compiled or planned at the first call is not captured
-            graph.replay, self._pool = self._capture(step, self._pool)
+            graph.replay, self._pool = self._capture(step, self._pool, self._model.model)
         except (RuntimeError, ValueError) as error:
             log.warning("an encoder's layers cannot be captured in a CUDA graph, so they are launched one by one: %s", error)
             self._sizes = []

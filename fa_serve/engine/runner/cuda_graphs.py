@@ -1,13 +1,14 @@
 """CUDA graphs of whole steps: the launches of a forward are captured once for each shape and replayed in one call.
 
-    graphs = StepGraphs(forward, inputs, device, max_batch=256, max_tokens=8192, max_keys=4096, vocab=32000, dtype=dtype, ...)
+    graphs = StepGraphs(model, forward, inputs, device, max_batch=256, max_tokens=8192, max_keys=4096, vocab=32000, ...)
     shape = graphs.shape_for(13, 13, 700, decoding=True)         # Shape(16, 16, 1, 1024), to which the caller pads
     views = send(pad(arrays, shape), device, graphs.block)
     logits = graphs.run(shape)               # (shape.batch, vocab); overwritten by the next run
 
 A graph reads and writes the same addresses each time. Therefore the numbers of a step are sent into a fixed block of memory,
 one block for all graphs: first the fields of `pad`, then whatever else the caller sends. The pages of each sequence come from
-its row of the device's block table. How attention splits its keys among the SMs is fixed at capture and depends on the longest
+its row of the device's block table. The tables of the model that it reads stay as long as the graph, whatever the model puts in
+their place (`capture`). How attention splits its keys among the SMs is fixed at capture and depends on the longest
 sequence, so there are graphs for a few key lengths (KEY_LENGTHS) of each size. Decisions that depend on lengths known only to
 the device are made at each replay.
 
@@ -35,13 +36,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from fa_serve.engine.config import MAX_DRAFTS
 from fa_serve.engine.runner.batch_arrays import BatchArrays
@@ -140,6 +141,7 @@ MAX_TOKENS_AHEAD = 512
 class StepGraphs:
     """Owner of the graphs and of the memory that they read and write.
 
+    model:      what computes
     forward:    takes what `inputs` makes and returns logits (n, vocab)
     max_batch:  sequences in a step; max_tokens: tokens in a step; max_keys: keys of a sequence
     max_drafts: drafts of a sequence in a step
@@ -154,6 +156,7 @@ class StepGraphs:
 
     def __init__(
         self,
+        model: nn.Module,
         forward: Callable[[Inputs], Tensor],
         inputs: MakeInputs,
         device: torch.device,
@@ -171,6 +174,7 @@ class StepGraphs:
         least_group_keys: int = 0,
         fresh_tokens: int | None = None,
     ) -> None:
+        self._model = model
         self._forward = forward
         self._make_inputs = inputs
         self._device = device
@@ -374,10 +378,10 @@ class StepGraphs:
         self.num_captures += 1
         step()  # compiles kernels and allocates workspaces, which must not happen during the capture
         try:
-            self._replays[shape], self._pool = capture(step, self._pool)
+            self._replays[shape], self._pool = capture(step, self._pool, self._model)
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()  # torch does not do this by itself during a capture
-            self._replays[shape], self._pool = capture(step, self._pool)
+            self._replays[shape], self._pool = capture(step, self._pool, self._model)
 
 
 def padding(shape: Shape, *, states: bool = False) -> dict[str, NDArray[Any]]:
@@ -429,8 +433,12 @@ def batch_sizes(largest: int) -> list[int]:
     return [size for size in (1, 2, 4) if size < largest] + [*range(8, largest, 8), largest]
 
 
-def capture(function: Callable[[], None], pool: Any) -> tuple[Callable[[], None], Any]:
+def capture(function: Callable[[], None], pool: Any, model: nn.Module) -> tuple[Callable[[], None], Any]:
     """The launches of a function as one call, and the memory pool that it uses. If `pool` is None, it makes a new one.
+
+    model: what the function computes, which has computed it before. The call keeps its tables: a forward of more tokens than
+           there are positions in the table of Kosmos-2 puts a larger one in its place, and the graph reads the old one. Left
+           out: parameters, whose owner says when they move
 
     Unlike `torch.cuda.graph` this does not empty the allocator's cache, which the next prompts would have to fill again.
 
@@ -441,6 +449,7 @@ def capture(function: Callable[[], None], pool: Any) -> tuple[Callable[[], None]
     current = torch.cuda.current_stream()
     stream = _capture_stream() if current == torch.cuda.default_stream() else current
     torch.cuda.synchronize()
+    tables = _tables(model)
     with _no_garbage_collection(), torch.cuda.stream(stream):
         # other threads may allocate pinned memory during the capture
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
@@ -448,7 +457,20 @@ def capture(function: Callable[[], None], pool: Any) -> tuple[Callable[[], None]
             function()
         finally:
             graph.capture_end()
-    return graph.replay, graph.pool()
+    # what the function itself has replaced is no table, but something that every forward makes
+    kept = [table for holder, name, table in tables if holder.get(name) is table]
+    return partial(_replay, graph, kept), graph.pool()
+
+
+def _replay(graph: torch.cuda.CUDAGraph, kept: list[Tensor]) -> None:
+    """kept: not read here, but by the graph"""
+    graph.replay()
+
+
+def _tables(model: nn.Module) -> list[tuple[dict[str, Any], str, Tensor]]:
+    """Buffers and other tensors that modules have, as (where, name, tensor)."""
+    holders: list[dict[str, Any]] = [held for module in model.modules() for held in (module._buffers, vars(module))]
+    return [(held, name, x) for held in holders for name, x in held.items() if isinstance(x, Tensor)]
 
 
 @contextmanager

@@ -199,6 +199,7 @@ class ModelRunner:
         if isinstance(self.images, ImageEncoder):
             self._image_memory = ImageMemory(self._max_tokens, self.images.reader.hidden, self.model.dtype, self.device)
         graphs = StepGraphs(
+            self.model,
             self._forward,
             self._inputs,
             self.device,

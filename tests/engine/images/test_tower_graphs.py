@@ -273,10 +273,10 @@ def test_a_capture_that_fails_leaves_the_other_forms(caplog: pytest.LogCaptureFi
     blocks = tower(1)
     fails = [True]
 
-    def capture(step: Callable[[], None], pool: Any) -> tuple[Callable[[], None], Any]:
+    def capture(step: Callable[[], None], pool: Any, block: nn.Module) -> tuple[Callable[[], None], Any]:
         if fails.pop() if fails else False:
             raise torch.OutOfMemoryError("no memory")
-        return record(step, pool)
+        return record(step, pool, block)
 
     graphs = TowerGraphs(blocks, CPU, capture=capture)
     for _ in range(4):
@@ -340,9 +340,9 @@ def test_the_forms_that_were_only_seen_are_bounded(monkeypatch: pytest.MonkeyPat
 def test_all_graphs_share_a_pool_that_ends_with_the_last() -> None:
     pools: list[Any] = []
 
-    def capture(step: Callable[[], None], pool: Any) -> tuple[Callable[[], None], Any]:
+    def capture(step: Callable[[], None], pool: Any, block: nn.Module) -> tuple[Callable[[], None], Any]:
         pools.append(pool)
-        return record(step, pool)
+        return record(step, pool, block)
 
     blocks = tower(2)
     graphs = TowerGraphs(blocks, CPU, capture=capture)

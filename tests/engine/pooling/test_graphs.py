@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from encoder_folders import MANY_TEXTS, TEXTS, save_encoder
+from torch import nn
 
 from fa_serve.engine import Encoder, EngineConfig
 from fa_serve.engine.pooling.graphs import EncoderGraphs
@@ -14,7 +15,7 @@ from fa_serve.engine.pooling.graphs import EncoderGraphs
 def load(path, captured: list[int], capture: Callable | None = None, max_tokens: int = 48) -> Encoder:
     encoder = Encoder(EngineConfig(model=path, device="cpu", dtype="float32"))
 
-    def take(step: Callable[[], None], pool: int | None) -> tuple[Callable[[], None], int]:
+    def take(step: Callable[[], None], pool: int | None, model: nn.Module) -> tuple[Callable[[], None], int]:
         captured.append(pool or 0)
         return step, 7
 
@@ -68,7 +69,7 @@ def test_long_inputs_have_graphs_of_their_own(tmp_path) -> None:
 
 
 def test_what_cannot_be_captured_runs_as_usual(tmp_path, caplog) -> None:
-    def fail(step: Callable[[], None], pool: object) -> None:
+    def fail(step: Callable[[], None], pool: object, model: nn.Module) -> None:
         raise RuntimeError("not permitted")
 
     path = save_encoder(tmp_path)

@@ -66,7 +66,7 @@ def test_a_chunk_of_one_token_is_not_taken_for_decoding(make_engine, replays) ->
 
 
 def test_a_model_that_cannot_be_replays_stays_eager(make_engine, monkeypatch, caplog) -> None:
-    def capture(function, pool):
+    def capture(function, pool, model):
         raise RuntimeError("operation not permitted when stream is capturing")
 
     monkeypatch.setattr(cuda_graphs, "capture", capture)
@@ -82,10 +82,10 @@ def test_recording_without_memory_is_tried_again_with_an_empty_cache(make_engine
     capture = cuda_graphs.capture
     emptied = []
 
-    def scarce(function, pool):
+    def scarce(function, pool, model):
         if not emptied:
             raise torch.OutOfMemoryError("the cache holds it all")
-        return capture(function, pool)
+        return capture(function, pool, model)
 
     monkeypatch.setattr(cuda_graphs, "capture", scarce)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(1))
