@@ -5,14 +5,17 @@
 A thread cannot be stopped in the middle of a call into C, and it shares the memory and the interpreter's lock of its process.
 So work on what a client has sent is done by a child of this process, which is forked when everything that the work needs is
 loaded. The child has a limit on its address space and on its CPU time, runs at a low priority, and is killed when its client
-leaves. It does one trial. The next one is forked ahead and waits, because forking a process with torch takes 10 ms.
+leaves. It does one trial, or several one after the other, which all belong to one client: work that is hostile could change
+what its own process does later, and no other. The first trial of a child costs page faults, of which the next ones have few.
+The next child is forked ahead and waits, because forking a process with torch takes 10 ms.
 
-The parent (trials.py) sends one line of JSON first: the path of a module, what its function `prepare` gets, and the limits.
-`prepare` loads what the work needs and returns the function that does it, from bytes to bytes without a newline. Then the
-parent sends one socket for each trial. On that socket the child sends its process id, reads the request, and sends a
-line with the processor's seconds that it took, a word and the reply. The word is DONE; or, for work that gets no memory, LIMIT
-or SYSTEM, which says who refuses it, and the reply is empty.
-With the socket may come the descriptor of a file for a result that is too large for a reply, which the function gets as well.
+The parent (trials.py) sends one line of JSON first: the path of a module, what its function `prepare` gets, the limits, and how
+many trials a child may do. `prepare` loads what the work needs and returns the function that does it, from bytes to bytes
+without a newline. Then the parent sends one socket for each child. On that socket the child sends its process id. For each
+trial it reads a byte and the request, and sends a line with the processor's seconds that it took, a word, whether it waits for
+another trial (1 or 0), and the reply. The word is DONE; or, for work that gets no memory, LIMIT or SYSTEM, which says who
+refuses it, and the reply is empty. With the byte may come the descriptor of a file for a result that is too large for a reply,
+which the function gets as well. A child ends after IDLE_SECONDS without a trial, and after a trial that took much memory.
 """
 
 import array
@@ -38,6 +41,9 @@ SLACK = 32 << 20
 """Bytes of address space that the interpreter may need in a trial besides what the work needs."""
 MARGIN = 4 << 20
 """Bytes of address space that a child may take while it asks what the system has left."""
+IDLE_SECONDS = 5.0
+IDLE_BYTES = 96 << 20
+"""Memory beside that of its parent with which a child may wait for another trial."""
 NICE = 10
 PR_SET_PDEATHSIG = 1
 
@@ -70,31 +76,50 @@ def serve(control: socket.socket) -> None:
 
 
 def _receive_files(connection: socket.socket) -> tuple[bytes, list[int]]:
-    """A byte and the descriptors that come with it: of the connection of a trial, and of its file if it has one."""
+    """A byte and the descriptors that come with it: the connection of a child, or the file of a trial if it has one."""
     files = array.array("i")
-    data, received, _, _ = connection.recvmsg(1, socket.CMSG_SPACE(2 * files.itemsize))
+    data, received, _, _ = connection.recvmsg(1, socket.CMSG_SPACE(files.itemsize))
     if received:
         files.frombytes(received[0][2])
     return data, files.tolist()
 
 
 def _fork_spare(work: Callable[..., bytes], start: dict[str, Any], control: socket.socket) -> socket.socket:
-    """Fork a child, which waits for its trial at the other end of this socket. It cannot see the trials of others."""
+    """Fork a child, which waits for its connection at the other end of this socket. It cannot see the trials of others."""
     ours, theirs = socket.socketpair()
     if os.fork():
         theirs.close()
         return ours
     ours.close()
     control.close()
-    limit = _limit(start["memory"], start["timeout"])
+    limit = _limit(start["memory"], start["timeout"] * start["trials"])
     with contextlib.suppress(OSError, MemoryError):  # the parent has left, or the work takes too much
         data, files = _receive_files(theirs)
         if data:
             with socket.socket(fileno=files[0]) as connection:
                 connection.sendall(b"%d\n" % os.getpid())
-                word, reply = _attempt(work, connection, files[1:], limit)
-                connection.sendall(b"%.6f %b " % (time.process_time(), word) + reply + b"\n")
+                _do_trials(work, connection, start, limit)
     os._exit(0)
+
+
+def _do_trials(work: Callable[..., bytes], connection: socket.socket, start: dict[str, Any], limit: int) -> None:
+    """Do the trials that come on a connection. Raises TimeoutError if none comes for a while."""
+    peak = _peak()
+    for left in reversed(range(start["trials"])):
+        data, files = _receive_files(connection)
+        if not data:
+            return
+        begin = time.process_time()
+        _limit_time(begin + start["timeout"])
+        connection.settimeout(None)
+        word, reply = _attempt(work, connection, files, limit)
+        for file in files:
+            os.close(file)
+        waits = left > 0 and word == DONE and _peak() - peak <= IDLE_BYTES
+        connection.sendall(b"%.6f %b %d " % (time.process_time() - begin, word, waits) + reply + b"\n")
+        if not waits:
+            return
+        connection.settimeout(IDLE_SECONDS)
 
 
 def _attempt(work: Callable[..., bytes], connection: socket.socket, files: Sequence[int], limit: int) -> tuple[bytes, bytes]:
@@ -124,6 +149,12 @@ def _system_has(limit: int) -> bool:
     return True
 
 
+def _peak() -> int:
+    """The most bytes of memory that this process has had at a time, with those that it shares with its parent."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
 def _size() -> int:
     """The address space of this process. Raises OSError where the system does not say."""
     with open("/proc/self/statm") as file:
@@ -141,7 +172,10 @@ def _load(path: str) -> Any:
 
 
 def _limit(memory: int, timeout: float) -> int:
-    """Let the kernel end this process with its parent, or when it takes too much. Returns the limit of its address space."""
+    """Let the kernel end this process with its parent, or when it takes too much. Returns the limit of its address space.
+
+    timeout: seconds of all trials
+    """
     with contextlib.suppress(OSError, AttributeError):  # Linux only
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     os.nice(NICE)
@@ -153,6 +187,12 @@ def _limit(memory: int, timeout: float) -> int:
         limit = _size() + memory + SLACK
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     return limit
+
+
+def _limit_time(seconds: float) -> None:
+    """Let the kernel end this process when its processor's time comes to so many seconds."""
+    hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
+    resource.setrlimit(resource.RLIMIT_CPU, (min(int(seconds) + 1, hard), hard))
 
 
 if __name__ == "__main__":

@@ -7,6 +7,9 @@
     trial.cancel()                           # from any thread: the child is killed, and `run` raises Cancelled
     trials.close()
 
+Each trial has a child for itself; or, with `trials.trial(owner)`, one that has done trials of the same owner before, and of
+nobody else.
+
 Three kinds of work are tried. A matcher cannot be sent to another process, so the engine compiles a grammar that has passed
 once more (fa_serve/engine/structured/grammars.py, grammar_process.py). It then knows that this takes less than the limits, and
 how many bytes the grammar takes. The chat template of a request is applied nowhere else (server/tokenization.py), and pictures
@@ -25,7 +28,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +38,8 @@ START_SECONDS = 300.0
 """How long the process may take to load what the work needs: torch and transformers from a cold disk take minutes."""
 ATTEMPTS = 2
 """How often work is begun whose process dies in the midst of it."""
+TRIALS_OF_CHILD = 64
+"""After so many, a child that has an owner is replaced, whatever it has gathered."""
 DEATH_SECONDS = 0.2
 """A process with threads is dead so much later than its children, which end with its first thread."""
 
@@ -80,18 +85,53 @@ def memory_settings(environment: Mapping[str, str]) -> dict[str, str]:
     return {"MALLOC_ARENA_MAX": "1", "GLIBC_TUNABLES": f"{ours}:{given}" if given else ours}
 
 
+@dataclass(slots=True, eq=False)
+class _Child:
+    """A connection to a child, and the process whose child it is.
+
+    owner: whose trials it does; None: of one trial alone
+    pid:   0 until the child has told it
+    is_new: whether it has done no trial yet
+    """
+
+    connection: socket.socket
+    process: subprocess.Popen[bytes]
+    owner: Hashable = None
+    pid: int = 0
+    is_new: bool = True
+
+    def has_left(self) -> bool:
+        """Whether a child that waits for a trial has ended meanwhile."""
+        self.connection.setblocking(False)  # with a limit of time Python would wait, whatever the flags are
+        try:
+            return not self.connection.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+
 class Trials:
     """Owner of the process. It starts at the first trial, or with `start`. Safe to use from any thread.
 
     module: path of the file that does the work, as trial_process.py expects it
     given:  what its function `prepare` gets
     stack:  bytes of address space that the work needs besides `limits.memory`
+    keep:   how many children may wait for another trial of their owners, some seconds long
     closed: whether `close` has been called
     """
 
-    def __init__(self, module: str, given: dict[str, Any], limits: TrialLimits, stack: int = 0) -> None:
-        start = {"module": module, "given": given, "timeout": limits.timeout, "memory": limits.memory + stack}
+    def __init__(self, module: str, given: dict[str, Any], limits: TrialLimits, stack: int = 0, keep: int = 0) -> None:
+        start = {
+            "module": module,
+            "given": given,
+            "timeout": limits.timeout,
+            "memory": limits.memory + stack,
+            "trials": TRIALS_OF_CHILD if keep else 1,
+        }
         self._start_line = json.dumps(start).encode() + b"\n"
+        self._keep = keep
+        self._waiting: list[_Child] = []  # the one that has waited for the longest first
         self.limits = limits
         self._lock = threading.Lock()  # held while the process starts
         self._closing = threading.Lock()  # of the fields below, held for moments
@@ -99,18 +139,17 @@ class Trials:
         self._control: socket.socket | None = None
         self.closed = False
 
-    def trial(self) -> Trial:
-        return Trial(self)
+    def trial(self, owner: Hashable = None) -> Trial:
+        """owner: whose trials may be done by the same child, one after the other; None: this one has a child for itself"""
+        return Trial(self, owner=owner)
 
     def start(self) -> None:
         """Start the process if it is not running, so that the next trial does not wait for it. Raises as `connect` does."""
         with self._lock:
             self._started()
 
-    def connect(self, file: int | None = None) -> tuple[socket.socket, subprocess.Popen[bytes]]:
-        """A connection to a new child, which gets this descriptor as well, and the process whose child it is.
-
-        The process is started if it is not running.
+    def connect(self, owner: Hashable = None) -> _Child:
+        """A new child. The process is started if it is not running.
 
         Raises Cancelled after `close`, and TrialProcessError if the process does not start.
         """
@@ -119,11 +158,31 @@ class Trials:
             with theirs, self._lock:
                 process, control = self._started()
                 with contextlib.suppress(ConnectionError):  # the process has just died, and so the connection ends
-                    socket.send_fds(control, [b"x"], [theirs.fileno()] if file is None else [theirs.fileno(), file])
+                    socket.send_fds(control, [b"x"], [theirs.fileno()])
         except BaseException:
             ours.close()
             raise
-        return ours, process
+        return _Child(ours, process, owner)
+
+    def take_waiting(self, owner: Hashable) -> _Child | None:
+        """A child that has done trials of this owner and waits for the next one; or None."""
+        with self._closing:
+            for child in [each for each in reversed(self._waiting) if each.owner == owner and owner is not None]:
+                self._waiting.remove(child)
+                if not child.has_left():
+                    return child
+                child.connection.close()
+        return None
+
+    def let_wait(self, child: _Child) -> None:
+        """Keep a child for the next trial of its owner, if it has one, and fewer wait than may; another one has to go then."""
+        with self._closing:
+            if child.owner is None or self.closed:
+                child.connection.close()
+                return
+            self._waiting.append(child)
+            while len(self._waiting) > self._keep:
+                self._waiting.pop(0).connection.close()
 
     def _started(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
         """The process, which has loaded what the work needs, and its socket."""
@@ -172,8 +231,12 @@ class Trials:
         with self._closing:
             process = self._process
             control = self._control
+            waiting = self._waiting
             self._process = None
             self._control = None
+            self._waiting = []
+        for child in waiting:
+            child.connection.close()
         if process is not None:
             process.kill()
             process.wait()
@@ -201,12 +264,14 @@ class Trial:
 
     All runs of a trial have one limit of time together, and so have those of a trial that follows another one.
 
+    owner:   as for `Trials.trial`
     seconds: of a processor that the work of all runs took, once `run` has ended. For work that was ended early, how long it was
              waited for
     """
 
-    def __init__(self, trials: Trials, waited: float = 0.0) -> None:
+    def __init__(self, trials: Trials, waited: float = 0.0, owner: Hashable = None) -> None:
         self._trials = trials
+        self._owner = owner
         self._waited = waited  # for runs that have ended
         self._lock = threading.Lock()
         self._connection: socket.socket | None = None
@@ -215,7 +280,7 @@ class Trial:
 
     def following(self) -> Trial:
         """Another trial, with its own `seconds`, that has what is left of this one's limit of time."""
-        return Trial(self._trials, self._waited)
+        return Trial(self._trials, self._waited, self._owner)
 
     def cancel(self) -> None:
         with self._lock:
@@ -233,44 +298,55 @@ class Trial:
         """
         place = 0 if file is None else os.lseek(file, 0, os.SEEK_CUR)
         before = self.seconds
-        for _ in range(ATTEMPTS):
-            reply = self._attempt(request, file)
+        child = self._trials.take_waiting(self._owner)
+        left = ATTEMPTS
+        while left:
+            child = child or self._trials.connect(self._owner)
+            # what a child has left behind may be why it ends, so one that is not new counts as no attempt
+            left -= child.is_new
+            reply = self._attempt(child, request, file)
             if reply:
-                seconds, word, result = reply.split(b" ", 2)
+                seconds, word, waits, result = reply.split(b" ", 3)
                 self.seconds = before + float(seconds)
+                was_new = child.is_new
+                child.is_new = False
+                if waits == b"1":
+                    self._trials.let_wait(child)
+                else:
+                    child.connection.close()
                 if word == trial_process.DONE:
                     return result
-                if word == trial_process.LIMIT:
+                if word == trial_process.LIMIT and was_new:
                     raise self._trials.limits.error(time=False)
-                raise TrialProcessError(
-                    f"the process that works with {self._trials.limits.setting}s on trial gets no memory from the system"
-                )
+                if was_new:
+                    raise TrialProcessError(
+                        f"the process that works with {self._trials.limits.setting}s on trial gets no memory from the system"
+                    )
+            child = None
             if file is not None:
                 os.lseek(file, place, os.SEEK_SET)  # its place is shared with the child, which may have written
         raise TrialProcessError(
             f"the process that works with {self._trials.limits.setting}s on trial has died {ATTEMPTS} times"
         )
 
-    def _attempt(self, request: bytes | memoryview, file: int | None) -> bytes:
-        """The seconds and the result, or nothing if the process has died."""
+    def _attempt(self, child: _Child, request: bytes | memoryview, file: int | None) -> bytes:
+        """What the child replies, or nothing if it or its process has died: the connection is closed then."""
         limits = self._trials.limits
+        connection = child.connection
         before = self.seconds
-        connection, process = self._trials.connect(file)
-        with connection:
+        reply = bytearray()
+        try:
             with self._lock:
                 if self.cancelled:
                     raise Cancelled
                 self._connection = connection
-            pid = 0
-            reply = bytearray()
             begin = time.monotonic()
             left = max(limits.timeout - self._waited, 1e-3)
             try:
                 with contextlib.suppress(ConnectionError):  # the child has been killed
                     connection.settimeout(left)
-                    pid = int(_line(connection) or 0)
-                    connection.sendall(request)
-                    connection.sendall(b"\n")
+                    child.pid = child.pid or int(_line(connection) or 0)
+                    _send(connection, request, file)
                     while not reply.endswith(b"\n"):
                         connection.settimeout(max(begin + left - time.monotonic(), 1e-3))
                         data = connection.recv(1 << 16)
@@ -283,20 +359,35 @@ class Trial:
                 self.seconds = before + time.monotonic() - begin
                 with self._lock:
                     self._connection = None
-                if pid and not reply.endswith(b"\n"):
+                if child.pid and not reply.endswith(b"\n"):
                     with contextlib.suppress(OSError):
-                        os.kill(pid, signal.SIGKILL)
-        ended = reply.endswith(b"\n")
-        if self.cancelled or (self._trials.closed and not ended):
-            raise Cancelled
+                        os.kill(child.pid, signal.SIGKILL)
+            ended = reply.endswith(b"\n")
+            if self.cancelled or (self._trials.closed and not ended):
+                raise Cancelled
+        except BaseException:
+            connection.close()
+            raise
         if ended:
             self._waited += self.seconds - before
             return bytes(reply)
-        try:
-            process.wait(DEATH_SECONDS)
-        except subprocess.TimeoutExpired:
-            raise limits.error() from None
+        connection.close()
+        if child.is_new:
+            try:
+                child.process.wait(DEATH_SECONDS)
+            except subprocess.TimeoutExpired:
+                raise limits.error() from None
         return b""
+
+
+def _send(connection: socket.socket, request: bytes | memoryview, file: int | None) -> None:
+    """One trial: a byte, with which the descriptor of its file comes, and the request as a line."""
+    if file is None:
+        connection.sendall(b"x")
+    else:
+        socket.send_fds(connection, [b"x"], [file])
+    connection.sendall(request)
+    connection.sendall(b"\n")
 
 
 def _line(connection: socket.socket) -> bytes:

@@ -60,7 +60,8 @@ class ImageLoader:
         self._config = config
         self._reading = DeadlineThread("addresses of images")
         self._fetching = DeadlineThread("images of other hosts", MAX_FETCHES, MAX_FETCHES_OF_HOST)
-        self._decoding = DeadlineThread("images", settings.image_processes or _default_processes())
+        self._num_processes = settings.image_processes or _default_processes()
+        self._decoding = DeadlineThread("images", self._num_processes)
         # no two requests share anything then
         self._kept = KeptImages(0 if settings.prefix_sharing == "none" else settings.kept_image_bytes)
         self._has_warned = False
@@ -81,7 +82,7 @@ class ImageLoader:
             config = self._config()
             processor = {"path": config.model_path(), "trust_remote_code": config.trust_remote_code}
         given = {"max_pixels": self._max_pixels, "processor": processor}
-        return Trials(decode_process.__file__, given, self._trial_limits)
+        return Trials(decode_process.__file__, given, self._trial_limits, keep=self._num_processes)
 
     def start(self) -> None:
         """Start the process in the background, if requests may have images."""
@@ -111,7 +112,7 @@ class ImageLoader:
             kept = self._kept.find(key)
             if kept is not None:
                 return kept
-            trial = self._trials.trial()
+            trial = self._trials.trial((client, salt))
             made = await self._decoding.run(lambda: self._decode(data, key, trial), client, trial=trial)
             if isinstance(made, ProcessedImage):
                 self._kept.keep(made)

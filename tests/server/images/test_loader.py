@@ -408,6 +408,23 @@ async def test_a_processor_that_the_process_cannot_load(tmp_path: Path, caplog: 
     assert "cannot load the model's processor: ParameterError: images must be empty, because" in warnings[0]
 
 
+async def test_pictures_of_two_clients_never_meet_in_a_process(loader: ImageLoader) -> None:
+    """A file that subverts its decoder could change what becomes of later ones. Those of one client share a process."""
+    owners: list[Any] = []
+
+    async def process(client: str | None, salt: str | None, seed: int) -> int:
+        await loader.load(sent([uri(png(picture(seed)))]), client, salt)
+        child = loader._trials._waiting[-1]
+        owners.append(child.owner)
+        return child.pid
+
+    first = await process("one", None, 1)
+    assert await process("one", None, 2) == first
+    assert await process("other", None, 3) != first
+    assert await process("one", "salt", 4) != first, "of another user, whom the client names"
+    assert len(set(owners)) == 3
+
+
 @pytest.mark.parametrize("processed", [True, False], ids=["processed", "pixels"])
 async def test_a_large_picture_hardly_takes_the_interpreter(processing: ImageLoader, processed: bool) -> None:
     """16 million pixels in the server's own thread: not their base64, and no copy but that of Pillow, which lets others run.

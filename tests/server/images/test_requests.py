@@ -113,8 +113,8 @@ async def test_a_processor_that_the_process_cannot_load(serving, expected, monke
     prompt, answer = expected("user: <image>What is the difference?\nassistant: ", 0)
     prepared = Trials.__init__
 
-    def without_a_folder(self: Trials, module: str, given: dict[str, Any], *others: Any) -> None:
-        prepared(self, module, given | {"processor": {"path": "/nowhere", "trust_remote_code": False}}, *others)
+    def without_a_folder(self: Trials, module: str, given: dict[str, Any], *others: Any, **named: Any) -> None:
+        prepared(self, module, given | {"processor": {"path": "/nowhere", "trust_remote_code": False}}, *others, **named)
 
     monkeypatch.setattr(Trials, "__init__", without_a_folder)
     async with serving() as client:
@@ -313,11 +313,12 @@ async def test_all_runs_of_a_requests_template_have_one_limit_of_time(serving, m
     made = []
     new_trial = Trials.trial
 
-    def trial(trials: Trials) -> Any:
+    def trial(trials: Trials, owner: Any = None) -> Any:
         if trials.limits.setting == "template":
+            assert owner is None, "a template that is hostile meets no other one"
             made.append(new_trial(trials))
             return made[-1]
-        return new_trial(trials)
+        return new_trial(trials, owner)
 
     monkeypatch.setattr(Trials, "trial", trial)
     async with serving(allow_request_chat_template=True) as client:
