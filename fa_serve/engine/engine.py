@@ -404,14 +404,14 @@ class Engine:
         outputs: list[RequestOutput] = []
         self._answers.begin_step(batch.admitted, begin)
         try:
-            if batch.towers is not None and not batch:  # its images wait for nothing, and what follows for slots or pages
-                self._runner.encode(batch.towers)
+            watch = None if batch.towers is None else self._runner.encode(batch.towers)
+            if not batch:  # its images wait for nothing, and what follows for slots or pages
                 return outputs
             forward = self._runner.launch(batch)
             structured = any(x.num_samples and x.sequence.request.params.structured is not None for x in batch.chunks)
             masks = self._masks(batch, outputs) if structured else StepMasks()
             pending = self._runner.sample(forward, masks.rows)
-            self._steps.launched.append(LaunchedStep(batch, pending, begin, structured, masks.seconds))
+            self._steps.add(LaunchedStep(batch, pending, begin, structured, masks.seconds, watch, []))
             self._counters.num_steps += 1
         except torch.OutOfMemoryError as error:
             outputs += self._shrink(batch, error)
@@ -447,10 +447,10 @@ class Engine:
         except Exception as error:
             return self._fail(step.batch, error)
         self._ranks.add_to_digest(result.tokens)
-        # the time sets the sizes of later chunks, so all ranks use rank 0's
+        # the times set the sizes of later chunks, so all ranks use rank 0's
         seconds = self._ranks.broadcast("seconds", lambda: self._steps.seconds(step))
         try:
-            gained = self._scheduler.commit(step.batch, result.tokens, seconds)
+            gained = self._scheduler.commit(step.batch, result.tokens, *seconds)
         except Exception as error:
             return self._reset(error)
         self._steps.committed.append(CommittedStep(step, result, gained))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -21,6 +22,7 @@ from fa_serve.engine.images import tower_graphs
 from fa_serve.engine.images.encoder import ImageEncoder
 from fa_serve.engine.images.prompt import ImageInput
 from fa_serve.engine.images.tower_graphs import TowerGraphs
+from fa_serve.engine.images.tower_time import Stopwatch
 from fa_serve.engine.runner.cuda_graphs import Shape, StepGraphs
 from fa_serve.engine.scheduler.scheduled_batch import TowerWork
 from fa_serve.hf.images import ImageReader
@@ -206,3 +208,18 @@ def test_the_host_waits_for_the_towers_alone(limit: int | None) -> None:
     found = encoder.features(images)
     for image, embeds in zip(images, expected, strict=True):
         torch.testing.assert_close(found[image.key].embeds, embeds, rtol=1e-4, atol=1e-4)
+
+
+def test_the_time_of_images_is_that_of_their_stream() -> None:
+    """Neither what the host takes, nor what is queued on other streams and behind them."""
+    stream: Any = torch.cuda.Stream()
+    torch.cuda._sleep(1_000_000_000)  # cycles, half a second
+    with torch.cuda.stream(stream):
+        watch = Stopwatch(stream)
+        torch.cuda._sleep(200_000_000)
+        watch.stop()
+        torch.cuda._sleep(1_000_000_000)
+    begin = time.perf_counter()
+    assert 0.05 < watch.seconds() < 0.3
+    assert time.perf_counter() - begin < 0.4, "it waits for the images alone"
+    torch.cuda.synchronize()

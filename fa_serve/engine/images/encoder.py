@@ -44,6 +44,7 @@ from fa_serve.engine.images.prompt import (
 )
 from fa_serve.engine.images.rank_features import Made, share_features
 from fa_serve.engine.images.tower_graphs import TowerGraphs
+from fa_serve.engine.images.tower_time import Stopwatch
 from fa_serve.engine.parallel.ranks import Alone, Ranks
 from fa_serve.engine.scheduler.prompt_share import MAX_IMAGE_TOKENS
 from fa_serve.engine.scheduler.scheduled_batch import TowerWork
@@ -144,20 +145,23 @@ class ImageEncoder:
         for key in [*self._held]:
             self.release(key)
 
-    def advance(self, work: TowerWork) -> None:
-        """Go on with the images that are on their way, or begin with these if there are none.
+    def advance(self, work: TowerWork) -> Stopwatch:
+        """Go on with the images that are on their way, or begin with these if there are none. Returns what this takes.
 
         Without a limit all of them are encoded when this returns, for work that is queued on this stream from now on. Whatever
         fails, what the step computes beside them goes on: images that are not encoded then have failed. An interrupt, as by
         Ctrl-C, gives up what is on its way, and the interrupt goes on.
         """
+        watch = Stopwatch(self._stream)
         if not self._is_busy and work.limit is None:
             self.features(work.images)
-            return
-        made = self._make(work.images, partial(self._advance, work))
-        self._is_busy = made is None
-        if made is not None:
-            self._keep(made)
+        else:
+            made = self._make(work.images, partial(self._advance, work))
+            self._is_busy = made is None
+            if made is not None:
+                self._keep(made)
+        watch.stop()
+        return watch
 
     def _make(self, images: Sequence[ImageInput], make: Callable[[], Made | None]) -> Made | None:
         """What `make` comes to on every rank. If it raises something, these images have failed."""

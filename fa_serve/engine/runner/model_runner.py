@@ -29,6 +29,7 @@ from fa_serve.engine.cache.block_table import BlockTable
 from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.images.encoder import ImageEncoder, find_images, require_encoder
 from fa_serve.engine.images.prompt import rows_of
+from fa_serve.engine.images.tower_time import Stopwatch
 from fa_serve.engine.lora.store import AdapterStore
 from fa_serve.engine.runner.attention_kinds import least_group_keys, prepare_attention
 from fa_serve.engine.runner.batch_arrays import BatchArrays, batch_arrays
@@ -305,7 +306,7 @@ class ModelRunner:
 
     @in_inference_mode
     def launch(self, batch: ScheduledBatch) -> Forward:
-        """Queue the forward of one step."""
+        """Queue the forward of one step, whose images are encoded or queued (`encode`)."""
         for sequence in batch.admitted:
             self._block_table.clear(sequence.slot)
             if sequence.request.params.penalised and not self._drafting:
@@ -320,8 +321,6 @@ class ModelRunner:
         )
         if self.states:
             arrays.inputs.update(state_arrays(batch))
-        if batch.towers is not None:
-            self.encode(batch.towers)
         images = None
         if arrays.images:
             images = require_encoder(self.images).step(arrays.images, arrays.inputs["input_ids"])
@@ -331,9 +330,9 @@ class ModelRunner:
         return Forward(prepared, logits, arrays.sequences, arrays.logprob_rows, arrays.prompt_spans)
 
     @torch.inference_mode()
-    def encode(self, work: TowerWork) -> None:
-        """Queue what a step encodes of images."""
-        require_encoder(self.images).advance(work)
+    def encode(self, work: TowerWork) -> Stopwatch:
+        """Queue what a step encodes of images. Returns what this takes of the device."""
+        return require_encoder(self.images).advance(work)
 
     @in_inference_mode
     def sample(self, forward: Forward, masks: Mapping[int, NDArray[np.int32]] | None = None) -> PendingResult:

@@ -16,9 +16,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from fa_serve.engine.images.tower_time import Stopwatch
 from fa_serve.engine.request.outputs import TokenLogprob
 from fa_serve.engine.scheduler.scheduled_batch import ScheduledBatch
 from fa_serve.engine.scheduler.sequence import SequenceState
+from fa_serve.engine.scheduler.step_cost import ImageSeconds
 
 
 class PromptSpan(NamedTuple):
@@ -95,6 +97,8 @@ class LaunchedStep(NamedTuple):
 
     begin: when it was scheduled, on time.monotonic's clock
     structured: whether a sequence of it has a structured output, and mask_seconds: what computing their masks took
+    watch: what it takes to encode its images; None if it encodes none
+    beside: of images that the device begins with while it computes this step
     """
 
     batch: ScheduledBatch
@@ -102,6 +106,8 @@ class LaunchedStep(NamedTuple):
     begin: float
     structured: bool
     mask_seconds: float
+    watch: Stopwatch | None
+    beside: list[Stopwatch]
 
 
 class CommittedStep(NamedTuple):
@@ -134,11 +140,18 @@ class StepQueue:
         """Whether the oldest step in flight is to be read now."""
         return len(self.launched) > self.depth
 
-    def seconds(self, step: LaunchedStep) -> float:
+    def add(self, step: LaunchedStep) -> None:
+        """A step has been launched, whose images the device encodes beside the oldest step in flight."""
+        self.launched.append(step)
+        if step.watch is not None:
+            self.launched[0].beside.append(step.watch)
+
+    def seconds(self, step: LaunchedStep) -> tuple[float, ImageSeconds]:
         """How long a step has held up others, whose result has just been read. Steps run one after the other."""
         before = max(step.begin, self._last_read)
         self._last_read = time.monotonic()
-        return self._last_read - before
+        own = 0.0 if step.watch is None else step.watch.seconds()
+        return self._last_read - before, ImageSeconds(own, sum(watch.seconds() for watch in step.beside))
 
 
 def _entry(token: int, count: int | None, chosen: float, values: list[float], ids: list[int]) -> TokenLogprob:

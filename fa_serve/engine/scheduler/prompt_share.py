@@ -30,7 +30,7 @@ Sarathi-Serve (Agrawal et al. 2024), which is set by hand there.
 
 from __future__ import annotations
 
-from fa_serve.engine.scheduler.step_cost import StepCost, StepSize
+from fa_serve.engine.scheduler.step_cost import ImageSeconds, StepCost, StepSize
 
 TARGET_STEPS = 4
 """Without a target, a step with prompts may take as long as so many steps that only decode: prompts get three quarters of it. A
@@ -67,9 +67,9 @@ class PromptShare:
         """One with the same targets and without measurements."""
         return PromptShare(self._target_itl, self._target_ttft)
 
-    def record(self, size: StepSize, seconds: float) -> None:
-        """A step has taken so long."""
-        self.cost.record(size, seconds)
+    def record(self, size: StepSize, seconds: float, images: ImageSeconds | None = None) -> None:
+        """A step has taken so long, and images so long of it."""
+        self.cost.record(size, seconds, images)
 
     def delay(self, left: int, before: int) -> float:
         """By how many seconds a prompt is served later than one that came at the same time and takes nothing.

@@ -15,13 +15,12 @@ nothing gets a slot and pages from the client that has the most running sequence
 A model with linear attention has states beside its pages (cache/states.py), which sequences take as they go: one for each page
 that they fill, at the end of a chunk. The one before is given back when the step is committed, so that a step that fails or is
 rolled back leaves the state from which it began. If states are short, sequences that fill a page take turns. Pages are offered
-to others when the step that fills them is scheduled (cache/prefix.py), so that sequences that come in one step share their
-prefix. Prompts get a share of a step that decodes (prompt_share.py), in an order (prompt_order.py).
+to others when the step that fills them is scheduled (cache/prefix.py), so those that come together share them. Prompts get a
+share of a step that decodes (prompt_share.py), in an order (prompt_order.py).
 
-`schedule` may run ahead of `commit`, because the device computes step n while the host prepares step n + 1. A sequence whose
-sampled token is not known yet is scheduled with a pending token, which the model runner keeps on the device. If a sequence
-ends while a step is in flight, the token that this step samples for it is dropped. A sequence that speculates waits for its
-newest token (step_drafts.py), and one with an image for the towers (tower_queue.py).
+`schedule` may run ahead of `commit`: the device computes step n while the host prepares step n + 1. The newest token of a
+sequence is on the device alone then, as a pending one. What a step samples for a sequence that has ended is dropped. One that
+speculates waits for its newest token (step_drafts.py), and one with an image for the towers (tower_queue.py).
 
 Left out: tensors, text and the clock. Sources: Orca (Yu et al. 2022), vLLM (Kwon et al. 2023), Sarathi (Agrawal et al. 2023).
 """
@@ -48,6 +47,7 @@ from fa_serve.engine.scheduler.prompt_order import PromptOrder
 from fa_serve.engine.scheduler.prompt_share import PromptShare
 from fa_serve.engine.scheduler.scheduled_batch import INVALID_TOKEN, WITHOUT_TOKEN, Chunk, ScheduledBatch
 from fa_serve.engine.scheduler.sequence import SequenceState
+from fa_serve.engine.scheduler.step_cost import ImageSeconds
 from fa_serve.engine.scheduler.step_drafts import StepDrafts
 from fa_serve.engine.scheduler.tower_queue import TowerQueue
 from fa_serve.engine.speculation.drafts import Speculation, num_accepted
@@ -183,17 +183,17 @@ class Scheduler:
         return self._drafts.need_results()
 
     def commit(
-        self, batch: ScheduledBatch, tokens: Sequence[int], seconds: float | None = None
+        self, batch: ScheduledBatch, tokens: Sequence[int], seconds: float | None = None, images: ImageSeconds | None = None
     ) -> dict[SequenceState, Sequence[int]]:
         """Take in the sampled tokens of a step, `num_samples` for each chunk, in order.
 
-        seconds: how long the step has held up sequences that decode; it only decides the sizes of later chunks
+        seconds, images: how long the step has held up sequences that decode; they only decide the sizes of later chunks
 
         Returns the tokens that sequences gained: several for a sequence whose drafts were right, none for a sequence that ended
         without another token. The `finish_reason` of every sequence that has ended is set.
         """
         if self.prompt_share is not None and seconds is not None:
-            self.prompt_share.record(batch.size, seconds)
+            self.prompt_share.record(batch.size, seconds, images)
             self._now += seconds
         gained: dict[SequenceState, Sequence[int]] = {}
         first = 0

@@ -3,7 +3,7 @@
     cost = StepCost()
     cost.record(StepSize(rows=64, keys=64 * 900), 0.0064)                                # a step that only decodes
     cost.record(StepSize(rows=64, keys=64 * 900, prompt_tokens=512, pairs=512 * 256), 0.0184)
-    cost.record(StepSize(rows=64, keys=64 * 900, image_tokens=100), 0.0084)
+    cost.record(StepSize(rows=64, keys=64 * 900, image_tokens=100), 0.0084, ImageSeconds(own=0.002, beside=0.002))
     cost.seconds(StepSize(rows=64, keys=64 * 900, prompt_tokens=1024, pairs=1024 * 512))
 
 The model has one term for each thing that takes time:
@@ -15,10 +15,9 @@ proportion: the rows that fit beside the reading of the weights cost nearly noth
 reads and of a query with its key, are slopes: the median of the slopes from each new step to recent ones (Theil 1950, Sen 1968,
 of as many pairs as a step can afford). Medians throughout, so that one step that waited for a compiler counts little.
 
-A step with prompts and images tells nothing of a kind that was measured lately without the other: what is left of it belongs to
-the other one. A division by what both are expected to take would confirm a wrong expectation, and a few embeddings cost many
-times their part of an image, because a slice of the towers has its own overhead. After RECENT such steps it tells of both
-again. Otherwise one short prompt at the start would be all that is ever known of prompts, where they always come with images.
+What images take is measured by itself: a GPU begins with those of a step while it still computes the step before, which is the
+one that they hold up. Derived from the time of the step that has them, images that are encoded in one step would seem to take
+nothing, and the next step would encode as many as it can hold.
 
 Before anything is measured, steps take no time. Unless recent steps tell a slope, a prompt token costs twice as much behind
 PRIOR_KEYS keys as without any, and a key that a row reads costs nothing beside its row.
@@ -59,6 +58,13 @@ class StepSize(NamedTuple):
     image_tokens: int = 0
 
 
+class ImageSeconds(NamedTuple):
+    """own: what the device has worked on the images of a step; beside: on images of any step while it computed this one"""
+
+    own: float = 0.0
+    beside: float = 0.0
+
+
 class StepCost:
     """Owner of the measurements of steps."""
 
@@ -66,9 +72,6 @@ class StepCost:
         self._decoding: deque[tuple[int, float, float]] = deque(maxlen=RECENT)  # rows, keys, seconds
         self._prompts: deque[tuple[int, float, float]] = deque(maxlen=RECENT)  # tokens, keys before one, seconds of one
         self._images: deque[tuple[int, float]] = deque(maxlen=RECENT)  # embeddings, seconds of one
-        # steps with both kinds that still tell nothing of one that was measured without the other
-        self._prompts_alone = 0
-        self._images_alone = 0
         self._key_slopes: deque[float | None] = deque(maxlen=RECENT)
         self._pair_slopes: deque[float | None] = deque(maxlen=RECENT)
         self._rows: dict[int, float] = {}
@@ -92,42 +95,22 @@ class StepCost:
         """Whether a step that encodes images was measured."""
         return bool(self._images)
 
-    def record(self, size: StepSize, seconds: float) -> None:
-        """A step has taken so long."""
-        if size.image_tokens or size.prompt_tokens:
-            added = max(seconds - self.decode_seconds(size.rows, size.keys), 0.0)
-            of_images = self._part_of_images(size, added)
-            if size.image_tokens:
-                self._record_images(size, of_images)
-            if size.prompt_tokens:
-                self._record_prompts(size, added - of_images)
-        elif size.rows:
+    def record(self, size: StepSize, seconds: float, images: ImageSeconds | None = None) -> None:
+        """A step has taken so long, and images so long of it; None are no images."""
+        images = images or ImageSeconds()
+        if size.image_tokens:
+            self._images.append((size.image_tokens, images.own / size.image_tokens))
+            self._embeddings = _medians(self._images)
+        if size.prompt_tokens:
+            added = seconds - images.beside - self.decode_seconds(size.rows, size.keys)
+            self._record_prompts(size, max(added, 0.0))
+        elif size.rows and not images.beside:
             self._key = _slope(self._decoding, self._key_slopes, size.rows, size.keys, seconds) or 0.0
             self._decoding.append((size.rows, size.keys, seconds))
             self._rows = _medians((rows, value - self._key * keys) for rows, keys, value in self._decoding)
 
-    def _record_images(self, size: StepSize, seconds: float) -> None:
-        """Images have taken so long of a step."""
-        if not size.prompt_tokens:
-            if not self._images_alone:
-                self._images.clear()
-            self._images_alone = RECENT
-        elif self._images_alone:
-            self._images_alone -= 1
-            return
-        self._images.append((size.image_tokens, seconds / size.image_tokens))
-        self._embeddings = _medians(self._images)
-
     def _record_prompts(self, size: StepSize, seconds: float) -> None:
         """Prompts have taken so long of a step."""
-        if not size.image_tokens:
-            if not self._prompts_alone:
-                self._prompts.clear()
-                self._pair_slopes.clear()
-            self._prompts_alone = RECENT
-        elif self._prompts_alone:
-            self._prompts_alone -= 1
-            return
         added = seconds / size.prompt_tokens
         before = size.pairs / size.prompt_tokens
         pair = _slope(self._prompts, self._pair_slopes, size.prompt_tokens, before, added)
@@ -152,23 +135,9 @@ class StepCost:
 
     def seconds(self, size: StepSize) -> float:
         """How long such a step takes."""
-        parts = self.decode_seconds(size.rows, size.keys) + self._prompt_part(size)
-        return parts + (self.image_seconds(size.image_tokens) if size.image_tokens else 0.0)
-
-    def _prompt_part(self, size: StepSize) -> float:
-        """What the prompts of such a step add to it; 0 before any was measured."""
-        return max(size.prompt_tokens * _nearest(self._tokens, size.prompt_tokens) + self._pair * size.pairs, 0.0)
-
-    def _part_of_images(self, size: StepSize, added: float) -> float:
-        """Of the seconds beside decoding, those of images. If neither was measured alone, each has half."""
-        if not size.image_tokens:
-            return 0.0
-        if not size.prompt_tokens:
-            return added
-        if self._prompts_alone:
-            return max(added - self._prompt_part(size), 0.0)
-        # at most half: slices of images, with their overhead, may tell too much of whole images
-        return min(self.image_seconds(size.image_tokens), added / 2) if self._images_alone else added / 2
+        prompts = size.prompt_tokens * _nearest(self._tokens, size.prompt_tokens) + self._pair * size.pairs
+        images = self.image_seconds(size.image_tokens) if size.image_tokens else 0.0
+        return self.decode_seconds(size.rows, size.keys) + max(prompts, 0.0) + images
 
 
 def _slope(

@@ -122,6 +122,7 @@ class TowerQueue:
         self._uses: Counter[bytes] = Counter()
         self._counts: dict[bytes, int] = {}  # embeddings of the images that are held
         self._spent: list[WantedImage] = []  # which the newest step still reads
+        self._newest: ScheduledBatch | None = None
 
     def __len__(self) -> int:
         return len(self._aside)
@@ -240,6 +241,8 @@ class TowerQueue:
 
         Returns the sequences that may join the queue now.
         """
+        before = self._newest
+        self._newest = batch
         if not self._needs and not self._queue and not self._begun:
             return []
         limit = None
@@ -248,6 +251,8 @@ class TowerQueue:
             decoding = batch.size._replace(rows=max(batch.num_tokens, num_decoding))
             with_text = any(self._may_join(each, begin) for each, begin in self._aside.items())
             with_text = with_text or any(each.num_computed < self.barrier(each) for each in prompts)
+            # which the device may still compute when it begins with these images
+            with_text = with_text or (before is not None and before.num_prompt_tokens > 0)
             limit = share.image_limit(decoding, late, beside_prompts=with_text)
         batch.towers = self._plan(limit)
         joined = [sequence for sequence, begin in self._aside.items() if self._may_join(sequence, begin)]
@@ -373,7 +378,8 @@ class TowerQueue:
         holders = [sequence for sequence, needs in self._needs.items() if any(each.holds for each in needs)]
         running = [sequence for sequence in self._needs if sequence.slot >= 0]
         stuck = {sequence for sequence in running if self.barrier(sequence) <= sequence.num_computed}
-        if any(each.slot >= 0 and each not in stuck for each in holders):
+        served = {each.sequence for each in self._begun}  # they may go on when what is on its way has come
+        if any(each in served or (each.slot >= 0 and each not in stuck) for each in holders):
             return None
         if stuck:
             return next((each for each in self._queue if each.sequence in stuck), None)

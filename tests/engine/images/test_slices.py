@@ -14,10 +14,11 @@ from transformers import PreTrainedModel
 from fa_serve.engine import Engine, EngineConfig, SamplingParams
 from fa_serve.engine.images.encoder import ImageEncoder
 from fa_serve.engine.images.prompt import ImageInput
-from fa_serve.engine.runner.results import StepQueue
+from fa_serve.engine.runner.results import LaunchedStep, StepQueue
 from fa_serve.engine.scheduler import prompt_share
 from fa_serve.engine.scheduler.prompt_share import PromptShare
 from fa_serve.engine.scheduler.scheduled_batch import TowerWork
+from fa_serve.engine.scheduler.step_cost import ImageSeconds
 from fa_serve.hf.images import ImageReader
 
 DEPTH = 8
@@ -62,10 +63,11 @@ def layers(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     run = [0]
     before = [0]
 
-    def seconds(queue: StepQueue, step: object) -> float:
-        took = STEP_SECONDS + LAYER_SECONDS * (run[-1] - before[0])
+    def seconds(queue: StepQueue, step: LaunchedStep) -> tuple[float, ImageSeconds]:
+        took = LAYER_SECONDS * (run[-1] - before[0])
         before[0] = run[-1]
-        return took
+        images = 0.0 if step.watch is None else took  # the first image is also encoded when it comes
+        return STEP_SECONDS + took, ImageSeconds(images, images)
 
     def count(*_: object) -> None:
         run[-1] += 1

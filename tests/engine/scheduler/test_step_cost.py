@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from fa_serve.engine.scheduler.step_cost import PRIOR_KEYS, RECENT, StepCost, StepSize
+from fa_serve.engine.scheduler.step_cost import PRIOR_KEYS, RECENT, ImageSeconds, StepCost, StepSize
 
 
 def device(size: StepSize) -> float:
@@ -72,15 +72,15 @@ def test_decoding_is_learned_by_rows_and_keys() -> None:
     assert long == pytest.approx(5.5e-3 + 50e-9 * 240_000, rel=0.1)
 
 
-def test_one_short_prompt_is_not_all_that_is_ever_known_of_prompts() -> None:
-    """All others come in steps with images, as they do where clients send an image with each request."""
+def test_images_are_no_part_of_the_time_of_prompts_and_of_decoding() -> None:
+    """The next step's images hold up the step before it, whose time tells nothing about the images that it has itself."""
     cost = StepCost()
-    cost.record(StepSize(prompt_tokens=5, pairs=10), 0.010)
-    both = StepSize(prompt_tokens=1024, pairs=1024 * 512, image_tokens=400)
-    for _ in range(RECENT):
-        cost.record(both, 0.05)
-    assert cost.largest == 5, "what is measured alone counts first"
-    for _ in range(RECENT):
-        cost.record(both, 0.05)
-    assert cost.largest == 1024
-    assert cost.prompt_seconds(1024, 0) < 0.06
+    decoding = StepSize(rows=8)
+    cost.record(decoding, 0.005)
+    for _ in range(10):
+        cost.record(decoding, 0.014, ImageSeconds(beside=0.009))
+        cost.record(decoding._replace(image_tokens=400), 0.005, ImageSeconds(own=0.009))
+        cost.record(decoding._replace(prompt_tokens=400, image_tokens=400), 0.013, ImageSeconds(own=0.009))
+    assert cost.image_seconds(400) == pytest.approx(0.009)
+    assert cost.prompt_seconds(400, 0) == pytest.approx(0.008, rel=0.02)
+    assert cost.decode_seconds(8, 0) == 0.005
