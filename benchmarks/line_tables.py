@@ -58,9 +58,11 @@ PEERS = {
     "without": "without a host tier",
     "st_sdpa": "sentence-transformers, sdpa",
     "st_fa_serve": "sentence-transformers, fa_serve",
+    "transformers serve": "`transformers serve`",
+    "transformers serve --continuous-batching": "with `--continuous-batching`",
 }
 """Names of peers in the heads of tables."""
-PAGES = ("performance", "performance-engine", "lora", "images", "embeddings", "rollouts")
+PAGES = ("performance", "performance-engine", "lora", "images", "embeddings", "rollouts", "moving/transformers-serve")
 """Pages with tables, beside those of the engine and of the kernels."""
 TIMES = ("us", "ms", "s")
 """Units of which less is better."""
@@ -73,6 +75,10 @@ def pages() -> list[Path]:
         *sorted((ROOT / "docs" / "engine").glob("*.md")),
         *sorted((ROOT / "docs" / "kernels").glob("*.md")),
     ]
+
+
+def _machine(line: Line) -> str:
+    return "a CPU" if line["gpu"] == "none" else str(line["gpu"].split()[1])
 
 
 def with_tables(text: str) -> str:
@@ -93,7 +99,7 @@ def table(bench: str, cases: list[str]) -> str:
     units = {line["unit"] for line in lines}
     if len(units) > 1:
         raise ValueError(f"the lines of a table must have one unit, got {', '.join(sorted(units))} for {', '.join(cases)}")
-    runs = list(dict.fromkeys(f"{line['gpu'].split()[1]} at {line['commit']}" for line in lines))
+    runs = list(dict.fromkeys(f"{_machine(line)} at {line['commit']}" for line in lines))
     peers = list(dict.fromkeys(peer for line in lines for peer in line["peers"]))
     unit = units.pop()
     heads = [f"`{path.name}`, {unit}, {'; '.join(runs)}", "fa_serve", *(PEERS[peer] for peer in peers)]

@@ -147,8 +147,7 @@ JOBS = {
     "host_tier": Job(90, "engine.bench_host_tier --shapes llama8b"),
     "images": Job(110, "engine.bench_images --budget 110"),
     "images_http": Job(300, "engine.bench_images_http", "path"),
-    # not run yet: the seconds are a guess
-    "transformers_serve": Job(240, "engine.bench_transformers_serve --shape qwen06"),
+    "transformers_serve": Job(190, "engine.bench_transformers_serve --shape qwen06"),
     "embeddings": Job(
         400, "engine.bench_embeddings --shapes bge-base,bge-large,modernbert-large,qwen3-0.6b --budget 400", "path"
     ),
