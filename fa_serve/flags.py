@@ -16,6 +16,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -27,6 +28,8 @@ from fa_serve.server.settings import SECRETS, Settings, counts_bytes, shown_defa
 FLAG = re.compile(r"--[a-z][a-z0-9-]*")
 HELD = "\ue000"
 """Stands for a hyphen at which no line ends; a character of the private use area."""
+METAVARS = {int: "INTEGER", float: "FLOAT"}
+"""Numbers, which the settings read: their errors name the setting and its unit."""
 PLAIN_TYPES = (bool, float, int, str, Path)
 """Types that every release of typer reads; beside them there are choices."""
 SWITCH_WORDS = ("true", "false", "yes", "no", "on", "off", "1", "0")
@@ -37,6 +40,7 @@ FOREIGN_FLAGS = {
     "--api-key": "FA_SERVE_API_KEYS in the environment, or --api-key-file: other users of the machine can read flags",
     "--block-size": "--page-size",
     "--code-revision": "--revision, which holds for all files of the model",
+    "--cpu-offload-gb": "--quantization fp8 or --tensor-parallel: weights are never left on the host",
     "--data-parallel-size": "fa-serve ray --replicas",
     "--disable-log-requests": "nothing: prompts and answers are never logged. --log-level warning leaves the access log out",
     "--download-dir": "HF_HOME in the environment",
@@ -45,21 +49,39 @@ FOREIGN_FLAGS = {
     "--enable-lora": "--lora NAME=FOLDER, or --lora-bytes for adapters that come later",
     "--enable-prefix-caching": "--prefix-caching, which is the default",
     "--enforce-eager": "--eager",
+    "--hf-overrides": "a folder with the model's files, whose config.json you have edited",
+    "--limit-mm-per-prompt": "--max-images",
+    "--load-format": "nothing: safetensors are loaded, and other formats are not",
     "--lora-modules": "--lora NAME=FOLDER",
+    "--max-loras": "--lora-bytes: a batch may hold any number of the adapters that are in memory",
+    "--model": "the model as the first argument: fa-serve serve MODEL",
     "--no-enable-prefix-caching": "--no-prefix-caching",
     "--num-gpu-blocks-override": "--num-pages",
     "--override-generation-config": "--generation-config FOLDER, with a generation_config.json in it",
     "--pipeline-parallel-size": "--tensor-parallel: there is no pipeline parallelism",
+    "--rope-scaling": "a folder with the model's files, whose config.json names the rope_scaling",
     "--root-path": "a reverse proxy that removes the path (docs/deployment.md)",
     "--scheduling-policy": "nothing: the priority of a request always counts",
     "--speculative-config": "--speculative",
     "--ssl-certfile": "a reverse proxy, to which TLS belongs (docs/deployment.md)",
     "--ssl-keyfile": "a reverse proxy, to which TLS belongs (docs/deployment.md)",
+    "--swap-space": "--kv-host-memory, which keeps evicted pages for later prompts: preempted requests are computed again",
     "--tensor-parallel-size": "--tensor-parallel",
     "--tokenizer-revision": "--revision, which holds for all files of the model",
     "--uvicorn-log-level": "--log-level",
 }
 """Flags of `vllm serve` that are no settings here, and what takes their place; docs/moving/vllm.md has the same ones."""
+SHORT_FLAGS = {"-tp": "--tensor-parallel", "-dp": FOREIGN_FLAGS["--data-parallel-size"], "-q": "--quantization"}
+FOREIGN_VALUES = {
+    ("--dtype", "half"): "--dtype float16",
+    ("--dtype", "float"): "--dtype float32",
+    ("--generation-config", "vllm"): "--generation-config none",
+    **{
+        ("--quantization", kind): "no --quantization: the files of a quantised checkpoint say what they are"
+        for kind in ("awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors", "bitsandbytes", "modelopt")
+    },
+}
+"""Values of flags that vLLM has and we have not, and what takes their place."""
 
 
 class PlainHelp(TyperCommand):
@@ -98,9 +120,17 @@ class EngineCommand(PlainHelp):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Read the arguments. Ends the command with a usage error for a flag that it does not have."""
-        for flag in (argument.split("=", 1)[0].replace("_", "-") for argument in args):  # vLLM takes both spellings
-            if flag in FOREIGN_FLAGS:
-                ctx.fail(f"No such option: {flag}. Use {FOREIGN_FLAGS[flag]}")
+        for argument, following in pairwise([*args, ""]):
+            flag, _, value = argument.partition("=")
+            flag = flag.replace("_", "-")  # vLLM takes both spellings
+            value = value or following
+            remedy = {**FOREIGN_FLAGS, **SHORT_FLAGS}.get(flag, "")
+            if remedy.startswith("nothing: "):
+                ctx.fail(f"No such option: {flag}. Leave it out: {remedy.removeprefix('nothing: ')}")
+            if remedy:
+                ctx.fail(f"No such option: {flag}. Use {remedy}")
+            if (flag, value) in FOREIGN_VALUES:
+                ctx.fail(f"{flag} {value} is a value of vLLM. Use {FOREIGN_VALUES[flag, value]}")
         return super().parse_args(ctx, args)
 
 
@@ -128,10 +158,10 @@ def _option(name: str) -> Any:
     flag = name.replace("_", "-")
     kinds = [kind for kind in get_args(field.annotation) if kind is not type(None)]
     kind: Any = field.annotation if not kinds or get_origin(field.annotation) is Literal else kinds[0]
-    if kind not in PLAIN_TYPES and get_origin(kind) is not Literal:
+    metavar = "SIZE" if counts_bytes(name) else METAVARS.get(kind)
+    if metavar or (kind not in PLAIN_TYPES and get_origin(kind) is not Literal):
         kind = str  # the settings read it
     names = f"--{flag}/--no-{flag}" if kind is bool else f"--{flag}"
-    metavar = "SIZE" if counts_bytes(name) else None
     about = str(field.description) + _default_of(name)
     shown = typer.Option(names, help=about, rich_help_panel=extra["group"], metavar=metavar)
     return Annotated[kind | None, shown]

@@ -59,7 +59,10 @@ class Service:
         self.settings = settings
         self.isolation = Isolation(settings)
         self.adapters = Adapters(engine, settings)
-        self.metrics = Metrics(lambda: (self.engine.snapshots(), self.model_name) if self.running else None)
+        self.metrics = Metrics(
+            lambda: (self.engine.snapshots(), self.model_name) if self.running else None,
+            lambda: self.death_reason() is not None,
+        )
         self.scraped = ScrapedText(self.metrics.text)
         self.costs = Costs(self.metrics.delayed)
         self.tokenization = Tokenization(engine, settings, self.costs)
@@ -195,8 +198,12 @@ class Service:
             message = f"The queue is full: {in_flight} of at most {limit} sequences are in flight. Try again later."
             raise TooManyRequests(message, retry_after=1)
         key_limit = self.settings.max_per_key
+        if key_limit is not None and count > key_limit:
+            message = f"A request must ask for at most {key_limit} sequences (--max-per-key), got {count}."
+            raise BadRequest(message, param=param)
         if key_limit is not None and self._in_flight[key] + count > key_limit:
-            message = f"This API key may have at most {key_limit} sequences in flight. Try again later."
+            whose = "This API key" if self.settings.all_keys else "A client"
+            message = f"{whose} may have at most {key_limit} sequences in flight (--max-per-key). Try again later."
             raise TooManyRequests(message, retry_after=1)
         self._require_share(count, key, limit - in_flight - count)
         self._in_flight[key] += count

@@ -388,9 +388,15 @@ class Settings(BaseSettings):
 
     @cached_property
     def all_keys(self) -> tuple[str, ...]:
-        """The API keys of the environment and of the file. Raises ValueError for a bad key or none, and for no file."""
+        """The API keys of the environment and of the file. Raises ValueError for a bad key or none, for no file, and if the
+        administrator's key is one of them."""
         keys = [key.get_secret_value() for key in self.api_keys]
-        return tuple(keys if self.api_key_file is None else keys + keys_in(self.api_key_file))
+        keys += [] if self.api_key_file is None else keys_in(self.api_key_file)
+        if self.admin_key is not None and self.admin_key.get_secret_value() in keys:
+            raise ValueError(
+                "admin_key must be none of the API keys, whose holders could load adapters and change weights otherwise"
+            )
+        return tuple(keys)
 
     def engine_config(self) -> EngineConfig:
         """The settings of the engine."""
@@ -471,4 +477,10 @@ def _described(error: Any) -> str:
     given = "" if error["loc"][0] in SECRETS else f", got {error['input']!r}"
     if name == "port" and "://" in given:
         given += ", as Kubernetes sets it for a service named fa-serve: set enableServiceLinks: false, or give --port"
-    return f"{name} {rule_of(error)}{given}"
+    unit = " of seconds" if error["type"] == "float_parsing" and _counts_seconds(name) else ""
+    return f"{name} {rule_of(error)}{unit}{given}"
+
+
+def _counts_seconds(name: str) -> bool:
+    field = Settings.model_fields.get(name)
+    return field is not None and "seconds" in str(field.description).lower()

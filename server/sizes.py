@@ -1,7 +1,7 @@
 """A number of bytes as people write it, such as 16MiB.
 
     class Limits(BaseModel):
-        body: Size = 16 * 2**20         # also "16MiB", "16 mb", "16M" and "16777216"
+        body: Size = 16 * 2**20         # also "16MiB", "16Mi", "16777216"; and "16M" and "16 mb", which are 16,000,000
 
     is_size(Limits.model_fields["body"].annotation)     # True
     shown_size(16 * 2**20)                              # "16MiB"
@@ -18,10 +18,14 @@ from pydantic import BeforeValidator, ByteSize
 from pydantic_core import PydanticCustomError
 
 SIZE = re.compile(r"\s*(\d[\d_]*\s*b?|\d+(\.\d+)?\s*[kmgtpe](i?b)?)\s*", re.IGNORECASE | re.ASCII)
+KUBERNETES = re.compile(r"\s*\d+(\.\d+)?\s*[kmgtpe]i\s*", re.IGNORECASE | re.ASCII)
+"""A size as Kubernetes writes it, such as 64Gi."""
 UNITS = {"GiB": 2**30, "MiB": 2**20, "KiB": 2**10, "B": 1}
 
 
 def _in_bytes(value: Any) -> Any:
+    if isinstance(value, str) and KUBERNETES.fullmatch(value):
+        return value.strip() + "B"
     if isinstance(value, bool) or (isinstance(value, str) and not SIZE.fullmatch(value)):
         raise PydanticCustomError("byte_size", "no number of bytes")
     return value

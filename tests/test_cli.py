@@ -154,6 +154,14 @@ def given(*arguments, monkeypatch, **environment):
         (("--tensor-parallel-size=2",), "No such option: --tensor-parallel-size. Use --tensor-parallel\n"),
         (("org/model", "--tokenizer-revision", "v2"), "Use --revision, which holds for all files of the model"),
         (("--tensor_parallel_size", "2"), "No such option: --tensor-parallel-size. Use --tensor-parallel\n"),
+        (("-tp", "2"), "No such option: -tp. Use --tensor-parallel\n"),
+        (
+            ("--disable-log-requests",),
+            "No such option: --disable-log-requests. Leave it out: prompts and answers are never logged",
+        ),
+        (("--dtype", "half"), "--dtype half is a value of vLLM. Use --dtype float16\n"),
+        (("--generation-config=vllm",), "--generation-config vllm is a value of vLLM. Use --generation-config none\n"),
+        (("--quantization", "awq"), "--quantization awq is a value of vLLM. Use no --quantization: the files of a quantised"),
     ],
 )
 @pytest.mark.parametrize("command", ["serve", "ray", "warm"])
@@ -196,12 +204,12 @@ def test_a_flag_turns_off_what_the_environment_turns_on(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--port", "99999"], "port must be at most 65535, got 99999"),
+        (["--port", "99999"], "port must be at most 65535, got '99999'"),
         (["--config", "missing.toml"], "config must be an existing TOML or YAML file, got missing.toml"),
         (["--api-key-file", "missing"], "missing"),
         (["--dtype", "int4"], "int4"),
         (["--max-num-seqs", "0"], "max_num_seqs"),
-        (["--max-body-bytes", "16Mi"], "max_body_bytes must be a number of bytes, or a size such as 16MiB, got '16Mi'"),
+        (["--max-body-bytes", "16Mibit"], "max_body_bytes must be a number of bytes, or a size such as 16MiB, got '16Mibit'"),
         (["--image-memory", "1KiB"], "image_memory must be at least 1048576, got '1KiB'"),
         (["./nope"], "model must be a hub name, such as Qwen/Qwen3-0.6B, or an existing folder, got './nope'"),
         (["/", "--revision", "v1"], "model must be a folder with a config.json"),

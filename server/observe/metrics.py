@@ -47,10 +47,17 @@ class Metrics(Collector):
     """`snapshot` returns the statistics of each engine, by the name of its replica, and the model's name.
 
     The name is None where there is one engine, which is no replica. `snapshot` returns None while no engine is running.
+
+    is_dead: whether none will run again
     """
 
-    def __init__(self, snapshot: Callable[[], tuple[Mapping[str | None, EngineStats], str] | None]):
+    def __init__(
+        self,
+        snapshot: Callable[[], tuple[Mapping[str | None, EngineStats], str] | None],
+        is_dead: Callable[[], bool] = lambda: False,
+    ):
         self._snapshot = snapshot
+        self._is_dead = is_dead
         self.tracer: Tracer | None = None
         self._registry = CollectorRegistry()
         self._registry.register(self)
@@ -114,6 +121,12 @@ class Metrics(Collector):
         dropped.add_metric([], num_dropped())
         yield dropped
         found = self._snapshot()
+        is_dead = self._is_dead()
+        if found is not None or is_dead:
+            about = "1, or 0 when the engine has died for good or the model could not be loaded; missing while it is loaded."
+            up = GaugeMetricFamily(f"{PREFIX}engine_up", about)
+            up.add_metric([], 0 if is_dead else 1)
+            yield up
         if found is None:
             return
         snapshots, model = found

@@ -70,6 +70,25 @@ async def test_one_key_cannot_take_all_the_room(serving, engine):
         assert [(await task).status_code for task in (first, second)] == [200, 200]
 
 
+@pytest.mark.parametrize(("keys", "whose"), [("one", "This API key"), ("", "A client")])
+async def test_what_one_client_may_never_have_is_not_to_be_tried_again(serving, engine, keys, whose):
+    """Without keys as well, where the client has none that an error could name."""
+    headers = {"authorization": f"Bearer {keys}"} if keys else {}
+    async with serving(max_per_key=2, **({"api_keys": keys} if keys else {})) as client:
+        refused = await client.post("/v1/completions", json={**TEXT, "n": 3}, headers=headers)
+        assert refused.status_code == 400
+        assert refused.json()["error"]["message"] == "A request must ask for at most 2 sequences (--max-per-key), got 3."
+        assert refused.json()["error"]["param"] == "n"
+        engine.gate.clear()
+        running = asyncio.create_task(client.post("/v1/completions", json={**TEXT, "n": 2}, headers=headers))
+        await until(lambda: engine.seen)
+        later = await client.post("/v1/completions", json=TEXT, headers=headers)
+        assert later.status_code == 429
+        assert later.json()["error"]["message"].startswith(f"{whose} may have at most 2 sequences in flight (--max-per-key)")
+        engine.gate.set()
+        assert (await running).status_code == 200
+
+
 async def test_not_ready_while_loading(engine):
     loading = asyncio.Event()
     engine.start = loading.wait
@@ -81,7 +100,9 @@ async def test_not_ready_while_loading(engine):
         assert (await client.get("/health")).status_code == 200
         assert (await client.get("/ready")).status_code == 503
         assert (await client.post("/v1/completions", json=TEXT)).status_code == 503
-        assert (await client.get("/metrics")).status_code == 200
+        metrics = await client.get("/metrics")
+        assert metrics.status_code == 200
+        assert "fa_serve:engine_up " not in metrics.text, "a long start is no death"
         loading.set()
         await app.state.service.loaded()
         assert (await client.get("/ready")).status_code == 200
@@ -96,6 +117,8 @@ async def test_an_engine_that_has_died(serving, engine, restarting, health):
         for response in (await client.get("/ready"), await client.post("/v1/completions", json=TEXT)):
             assert response.status_code == 503
             assert ("restarted" in response.text) == restarting
+        up = f"fa_serve:engine_up {1.0 if restarting else 0.0}\n"
+        assert up in (await client.get("/metrics")).text, "the process that answers is up, whatever its engine is"
         engine.is_alive = True
         engine.is_restarting = False
         assert (await client.get("/ready")).status_code == 200

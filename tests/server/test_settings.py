@@ -51,6 +51,28 @@ def test_a_file_of_keys_must_hold_one(tmp_path):
         _ = load({"api_key_file": tmp_path / "missing"}).all_keys
 
 
+def test_the_administrators_key_is_no_key_of_a_client(tmp_path, monkeypatch):
+    (tmp_path / "keys").write_text("one\ntwo\n")
+    monkeypatch.setenv("FA_SERVE_ADMIN_KEY", "two")
+    with pytest.raises(ValueError, match=r"^admin_key must be none of the API keys, whose holders could load adapters"):
+        _ = load({"api_key_file": tmp_path / "keys"}).all_keys
+    monkeypatch.setenv("FA_SERVE_ADMIN_KEY", "three")
+    assert load({"api_key_file": tmp_path / "keys"}).all_keys == ("one", "two")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "rule"),
+    [
+        ("request_timeout", "10m", "must be a number of seconds, got '10m'"),
+        ("max_model_len", "4k", "must be an integer, got '4k'"),
+        ("target_itl", "5ms", "must be a number, got '5ms'"),
+    ],
+)
+def test_numbers_with_a_unit_are_told_which_one_is_meant(name, value, rule):
+    with pytest.raises(ValueError, match=f"^{name} {rule}$"):
+        load({name: value})
+
+
 def test_without_keys_there_are_none():
     assert load({}).all_keys == ()
 

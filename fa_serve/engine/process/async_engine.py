@@ -123,17 +123,16 @@ class AsyncEngine:
 
     def _handle_death(self, reason: str) -> None:
         """The worker has died: end its requests, and start another worker if the config allows it."""
-        restarts = (
-            isinstance(self._source, EngineConfig) and self._restarts < self._source.max_restarts and self._restarting is None
-        )
+        allowed = self._source.max_restarts if isinstance(self._source, EngineConfig) else 0
+        restarts = self._restarts < allowed and self._restarting is None
         self._end_all(EngineDeadError(f"the engine has ended: {reason}" + ("; it is being restarted" if restarts else "")))
         if restarts:
             self._restarts += 1
-            self._restarting = asyncio.create_task(self._restart())
+            self._restarting = asyncio.create_task(self._restart(self.weight_version if self._ready else 0))
         else:
             self._ended.set()
 
-    async def _restart(self) -> None:
+    async def _restart(self, weight_version: int) -> None:
         adapters = self._adapters
         try:
             await self._start()
@@ -144,7 +143,8 @@ class AsyncEngine:
             self._ended.set()
         else:
             self._error = None
-            log.warning("the engine has been restarted: restart %d of %d", self._restarts, self.config.max_restarts)
+            text = "the engine has been restarted: restart %d of %d; updates of its weights that are lost: %d"
+            log.warning(text, self._restarts, self.config.max_restarts, weight_version)
         finally:
             self._restarting = None
 

@@ -241,7 +241,7 @@ def test_a_dead_process_is_replaced_as_often_as_allowed(model_folder, caplog) ->
     with caplog.at_level(logging.INFO, "fa_serve.engine"):
         asyncio.run(main())
     assert "kv cache: 64 pages" in caplog.text, "without a callback the phases are logged"
-    assert "has been restarted: restart 1 of 1" in caplog.text
+    assert "has been restarted: restart 1 of 1; updates of its weights that are lost: 0" in caplog.text
     assert not multiprocessing.active_children()
 
 
@@ -295,7 +295,7 @@ def test_an_adapter_that_cannot_be_read_again_does_not_end_the_engine(make_engin
             engine._adapters = {"a": "a folder"}
             monkeypatch.setattr(engine, "_start", start)
             monkeypatch.setattr(engine, "_change_adapter", change)
-            await engine._restart()
+            await engine._restart(0)
             assert engine.is_alive
 
     asyncio.run(main())
@@ -314,7 +314,7 @@ def test_a_shutdown_while_adapters_are_restored_ends(make_engine, monkeypatch) -
         engine._adapters = {"a": "a folder"}
         monkeypatch.setattr(engine, "_start", start)
         monkeypatch.setattr(engine._worker, "send", lambda command: None)
-        engine._restarting = asyncio.create_task(engine._restart())
+        engine._restarting = asyncio.create_task(engine._restart(0))
         await until(lambda: engine._replies)
         await asyncio.wait_for(engine.shutdown(), 20)
         assert not engine.is_alive
