@@ -95,7 +95,7 @@ def test_a_parameter_of_another_kind_is_left_alone(caplog: pytest.LogCaptureFixt
     for layer in model.model.layers:
         layer.mlp.down_proj.weight = Kept(layer.mlp.down_proj.weight.detach())
     assert fuse_layers(model) == 0
-    assert "a projection must be a plain nn.Linear of floats" in caplog.text
+    assert "a projection must be a plain torch.nn.Linear of floats" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["awq", "gptq-act-order", "fp8-block"])

@@ -6,7 +6,7 @@ tokens = PromptReader(tokenizer, vocab_size=32000, max_model_len=4096).read("Onc
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -152,7 +152,10 @@ class PromptReader:
         try:
             numbers = np.frombuffer(array("q", prompt), dtype=np.uint64)
         except (TypeError, OverflowError) as error:
-            raise ParameterError("prompt", f"{rule} ({error})", prompt) from None
+            told = str(error)
+            if any(isinstance(each, Mapping) for each in prompt):
+                told = "tokenizer.apply_chat_template makes them of messages"
+            raise ParameterError("prompt", f"{rule} ({told})", prompt) from None
         if not len(numbers):
             return []
         if np.maximum.reduce(numbers) >= self.vocab_size:  # a negative number is larger than all others

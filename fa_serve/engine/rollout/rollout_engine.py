@@ -25,14 +25,17 @@ gathered parameters by `update(weights)`. The training forward with the same bit
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.engine import Engine
@@ -82,6 +85,10 @@ class RolloutEngine:
             self._lent = ModelState.of(self.model)
         finally:
             own.restore()
+        self._versions = self._versions_now()
+        self._has_stepped = False
+        hook = register_optimizer_step_post_hook(partial(_note_step, weakref.ref(self)))
+        weakref.finalize(self, hook.remove)
         self._groups: dict[str, RolloutGroup] = {}
         self._ready: list[RolloutGroup] = []
         self._serial = count()
@@ -93,7 +100,7 @@ class RolloutEngine:
 
     @property
     def weight_version(self) -> int:
-        """How often `update` was called."""
+        """How often `update` was called, by `submit` as well."""
         return self._engine.weight_version
 
     def generate(
@@ -125,6 +132,10 @@ class RolloutEngine:
     ) -> list[int]:
         """Queue n answers to each prompt. Returns the numbers of the groups. Nothing is computed yet.
 
+        If an optimizer has stepped, or parameters have been changed in place, and `update` was not called, it is called first:
+        the keys and values of earlier prompts are those of other weights. Torch does not tell of changes of `parameter.data`,
+        so callers still owe the call.
+
         params: for all prompts, or one for each; None are those of the engine. `logprobs` is the number of the most likely
                 tokens that are reported; log-probabilities of sampled tokens always are. A seed is that of the first answer
         n:      None is the `n` of the params, which is 1 by default
@@ -132,6 +143,8 @@ class RolloutEngine:
         Raises ParameterError as `Engine.add_request` does, for best_of, and for more answers than the queue holds; nothing is
         queued then.
         """
+        if self._has_stepped or self._versions_now() != self._versions:
+            self.update()
         each = params_of_each(prompts, params, self._engine.default_params)
         own = [replace(one, n=one.n if n is None else n, logprobs=one.logprobs or 0) for one in each]
         for one in own:
@@ -191,7 +204,10 @@ class RolloutEngine:
         check_live(self.model)
         self._absorb(self._engine.drain())
         with self._lending():
-            return self._engine.update_weights(weights, keep_pages=keep_pages)
+            version = self._engine.update_weights(weights, keep_pages=keep_pages)
+        self._versions = self._versions_now()
+        self._has_stepped = False
+        return version
 
     def sleep(self, level: int = 1) -> None:
         """Free the memory of the KV cache and of CUDA graphs, for a training step. The weights are the trainer's and stay.
@@ -225,6 +241,10 @@ class RolloutEngine:
         """Assert that every page is accounted for."""
         self._engine.check_integrity()
 
+    def _versions_now(self) -> list[int]:
+        """How often torch has seen each parameter change in place. It does not see what a fused optimizer does."""
+        return [0 if x.is_inference() else x._version for x in self.model.parameters()]
+
     def _absorb(self, outputs: list[RequestOutput]) -> None:
         for output in outputs:
             group = self._groups[output.request_id]
@@ -247,6 +267,14 @@ class RolloutEngine:
             self._lent = ModelState.of(self.model)
         finally:
             own.restore()
+
+
+def _note_step(owner: weakref.ref[RolloutEngine], optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    """An optimizer of this process has stepped, perhaps one of the engine's parameters."""
+    engine = owner()
+    if engine is not None and not engine._has_stepped:
+        own = {id(x) for x in engine.model.parameters()}
+        engine._has_stepped = any(id(x) in own for group in optimizer.param_groups for x in group["params"])
 
 
 @contextmanager

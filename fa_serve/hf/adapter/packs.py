@@ -90,10 +90,11 @@ def packs_of_states() -> Tensor | None:
 def refuse_untold_positions(asking: object) -> None:
     """Raise UnsupportedModelError because a model, or a mask of its config, does not know of positions that start again."""
     raise UnsupportedModelError(
-        f"position_ids that start again mean packed sequences, but {type(asking).__name__} does not tell these "
-        "apart, as transformers makes them here: pass use_cache=False, and cu_seq_lens_q, cu_seq_lens_k, max_length_q and "
-        "max_length_k as DataCollatorWithFlattening(return_flash_attn_kwargs=True) does. If all tokens are one sequence, pass "
-        "an attention_mask of ones"
+        f"position_ids that start again mean packed sequences, but the masks that transformers makes here for "
+        f"{type(asking).__name__} do not tell these apart: pass use_cache=False, and where that is not enough also "
+        "cu_seq_lens_q, cu_seq_lens_k, max_length_q and max_length_k, as "
+        "DataCollatorWithFlattening(return_flash_attn_kwargs=True) does. If all tokens are one sequence, pass an "
+        "attention_mask of ones"
     )
 
 

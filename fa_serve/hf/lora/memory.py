@@ -143,7 +143,7 @@ class LoraMemory:
         num_pages = -(-ranks // PAGE_RANKS)
         if num_pages > self.pages_per_adapter:
             limit = self.pages_per_adapter * PAGE_RANKS
-            rule = f"be at most {limit}, with one for lora_bias and one for use_dora (--max-lora-rank)"
+            rule = f"be at most {limit} (--max-lora-rank), where lora_bias and use_dora count as one more rank each"
             raise ParameterError("r", rule, ranks)
         numbers = torch.zeros(3, _STRIDE * len(self.sites), dtype=torch.int32)
         numbers[1:] = -1

@@ -96,3 +96,9 @@ def test_a_text_of_too_many_tokens_is_refused_before_all_of_them_are_in_memory(t
         reader.encode("the quick " * 9000)
     assert error.value.code == "context_length_exceeded"
     assert sum(tokenized) <= 30_000
+
+
+def test_messages_are_no_prompt_and_the_error_says_what_makes_one_of_them(tokenizer) -> None:
+    reader = PromptReader(tokenizer, VOCAB, 64)
+    with pytest.raises(ParameterError, match=r"hold token ids from 0 to \d+ \(tokenizer.apply_chat_template makes them"):
+        reader.checked([{"role": "user", "content": "Hello"}])

@@ -19,12 +19,13 @@ GREEDY = SamplingParams(max_tokens=6, temperature=0.0)
 PROMPT = [*range(5, 25)]
 
 
-def change(model: nn.Module, scale: float = 0.3) -> None:
+def change(model: nn.Module, scale: float = 0.3, through_data: bool = False) -> None:
     """A step in place, far enough to change greedy tokens."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * scale)
+            changed = parameter.data if through_data else parameter
+            changed.add_(torch.randn(parameter.shape, generator=generator) * scale)
 
 
 def tokens_of(engine: RolloutEngine, prompt: list[int] = PROMPT) -> list[int]:
@@ -48,12 +49,39 @@ def test_an_optimizers_step_in_place_reaches_merged_weights_and_empties_the_pref
     assert not any(parameter.is_inference() for parameter in model.parameters())
 
 
+@pytest.mark.parametrize(
+    "make_optimizer",
+    [
+        lambda parameters: torch.optim.SGD(parameters, lr=0.5),
+        lambda parameters: torch.optim.AdamW(parameters, lr=0.3, foreach=True),
+        lambda parameters: torch.optim.AdamW(parameters, lr=0.3, fused=True),
+    ],
+    ids=["SGD", "foreach", "fused"],
+)
+def test_a_forgotten_update_is_made_before_the_next_prompts(make_optimizer: Any) -> None:
+    model = make_model()
+    optimizer = make_optimizer(model.parameters())
+    engine = RolloutEngine(model, **SIZES)
+    before = tokens_of(engine)
+    model(input_ids=torch.tensor([PROMPT]), labels=torch.tensor([PROMPT])).loss.backward()
+    optimizer.step()
+    assert tokens_of(engine) == greedy(model, PROMPT, 6) != before
+    assert engine.weight_version == 1
+    assert engine.update() == 2
+    tokens_of(engine)
+    assert engine.weight_version == 2, "an update that was not forgotten is not made again"
+    other = make_optimizer(nn.Linear(2, 2).parameters())
+    other.step()
+    tokens_of(engine)
+    assert engine.weight_version == 2, "another model's optimizer"
+
+
 def test_without_an_update_the_prefix_cache_keeps_what_the_weights_before_computed() -> None:
-    """The guard of the test above: `update` is what drops the pages."""
+    """The guard of the tests above: `update` is what drops the pages. Torch does not tell of a change of `data`."""
     model = make_model()
     engine = RolloutEngine(model, **SIZES)
     tokens_of(engine)
-    change(model)
+    change(model, through_data=True)
     stale = tokens_of(engine)
     engine.update()
     assert stale != tokens_of(engine)

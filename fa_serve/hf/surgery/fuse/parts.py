@@ -70,7 +70,8 @@ def product_of(linear: Any) -> FusedProduct:
         return FusedProduct(linear.weight, linear.bias, all_reduce, (linear,))
     # a subclass of Parameter may keep its numbers in another way, as torchao does
     if type(linear) is not nn.Linear or type(linear.weight) is not nn.Parameter or not linear.weight.is_floating_point():
-        raise NotReplacedError(f"a projection must be a plain nn.Linear of floats, got {type(linear).__name__}")
+        kind = f"{type(linear).__module__}.{type(linear).__qualname__}"
+        raise NotReplacedError(f"a projection must be a plain torch.nn.Linear of floats, got {kind}")
     if not linear.weight.is_contiguous():
         raise NotReplacedError(f"the weights of a projection must be contiguous, got strides {linear.weight.stride()}")
     return FusedProduct(linear.weight, linear.bias, all_reduce, (linear,))
