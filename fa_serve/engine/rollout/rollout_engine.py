@@ -133,8 +133,8 @@ class RolloutEngine:
         """Queue n answers to each prompt. Returns the numbers of the groups. Nothing is computed yet.
 
         If an optimizer has stepped, or parameters have been changed in place, and `update` was not called, it is called first:
-        the keys and values of earlier prompts are those of other weights. Torch does not tell of changes of `parameter.data`,
-        so callers still owe the call.
+        the keys and values of earlier prompts are those of other weights. Torch does not tell of changes of the `data` of a
+        parameter, so callers still owe the call.
 
         params: for all prompts, or one for each; None are those of the engine. `logprobs` is the number of the most likely
                 tokens that are reported; log-probabilities of sampled tokens always are. A seed is that of the first answer

@@ -67,7 +67,7 @@ class Tied(nn.Linear): ...
         ),
         (
             lambda linear: setattr(linear, "__class__", Tied),
-            "must be a plain torch.nn.Linear of floats, got \S+test_parts.Tied",
+            r"must be a plain torch.nn.Linear of floats, got \S+test_parts.Tied",
         ),
     ],
     ids=["forward", "strides", "class"],
