@@ -223,7 +223,7 @@ def _of_host_tier(tier: HostTierStats) -> tuple[dict[str, tuple[str, float]], di
     """Gauges and counters of a host tier, and of its folder."""
     gauges: dict[str, tuple[str, float]] = {
         "kv_host_bytes": ("Bytes of the host's memory for evicted pages and states.", tier.num_bytes),
-        "kv_host_bytes_used": ("Those of them that hold pages and states.", tier.num_bytes_used),
+        "kv_host_bytes_used": ("Bytes of that memory that hold pages and states.", tier.num_bytes_used),
     }
     counters: dict[str, tuple[str, float]] = {
         "kv_host_hits": ("Pages that came back from the host for a sequence.", tier.num_hits),

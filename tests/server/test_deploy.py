@@ -32,6 +32,7 @@ ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
 DRAIN = Settings.model_fields["drain_timeout"].default
+OF_OTHERS = ("HF_TOKEN", "TRITON_CACHE_DIR")  # variables of packages that the server uses
 
 
 def read(path: str) -> dict:
@@ -50,8 +51,11 @@ def test_compose():
     service = compose["services"]
     ours = compose["services"]["fa-serve"]
     assert {ours["build"]["target"], gpu["services"]["fa-serve"]["build"]["target"]} == {"cpu", "cuda"} <= stages
-    known_settings(name for name in ours["environment"])
-    assert ours["environment"]["FA_SERVE_API_KEYS"] is None, "compose passes the shell's on, or leaves it unset"
+    known_settings(name for name in ours["environment"] if name != "HF_TOKEN")
+    for name in ("FA_SERVE_API_KEYS", "FA_SERVE_ADMIN_KEY", "HF_TOKEN"):
+        assert ours["environment"][name] is None, "compose passes the shell's on, or leaves it unset"
+    assert ours["env_file"] == [{"path": ".env", "required": False}], "any other setting"
+    assert ".env" in (ROOT / ".gitignore").read_text().splitlines(), "it holds keys"
     assert int(ours["stop_grace_period"][:-1]) > DRAIN
     [scrape] = read("deploy/prometheus/prometheus.yml")["scrape_configs"]
     assert scrape["static_configs"][0]["targets"] == [f"fa-serve:{Settings.model_fields['port'].default}"]
@@ -126,7 +130,7 @@ def test_kubernetes_with_ray():
         assert {mount["name"] for mount in container["volumeMounts"]} == names
         assert policy["spec"]["podSelector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
     (ours,), (theirs,) = (pod["spec"]["containers"] for pod in pods)
-    known_settings(entry["name"] for entry in ours["env"] if not entry["name"].startswith("RAY_"))
+    known_settings(entry["name"] for entry in ours["env"] if not entry["name"].startswith(("RAY_", *OF_OTHERS)))
     *same, drain = theirs["env"]
     assert all(entry in ours["env"] for entry in same), "one token for all"
     assert drain["name"] == "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"
@@ -167,7 +171,10 @@ def test_kubernetes():
     [container] = pod["containers"]
     flags = [argument for argument in container["args"] if argument.startswith("--")]
     known_settings(flag[2:].replace("-", "_") for flag in flags)
-    known_settings(entry["name"] for entry in container["env"])
+    known_settings(entry["name"] for entry in container["env"] if entry["name"] not in OF_OTHERS)
+    kernels = next(entry["value"] for entry in container["env"] if entry["name"] == "TRITON_CACHE_DIR")
+    mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    assert kernels.startswith(f"{mounts['weights']}/"), "a pod that is replaced compiles nothing again"
     probes = {name: container[f"{name}Probe"]["httpGet"]["path"] for name in ("startup", "readiness", "liveness")}
     assert probes == {"startup": "/ready", "readiness": "/ready", "liveness": "/health"}
     before = int(container["lifecycle"]["preStop"]["exec"]["command"][1])
@@ -250,7 +257,7 @@ def test_proxies_close_the_administrators_routes():
     for name in ("Caddyfile", "Caddyfile.replicas"):
         [paths] = re.findall(r"@administrator path (.+)", (DEPLOY / "caddy" / name).read_text())
         assert set(paths.split()) == closed
-        assert "error @administrator 404" in (DEPLOY / "caddy" / name).read_text()
+        assert "error @administrator 403" in (DEPLOY / "caddy" / name).read_text()
 
 
 class Named(BaseHTTPRequestHandler):

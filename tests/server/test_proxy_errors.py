@@ -156,4 +156,4 @@ def test_errors_of_caddy_are_those_of_the_apis(troubled, tmp_path, name):
         assert client.post(f"http://127.0.0.1:{port}/v1/x").json() == {"error": "of the server"}, "it passes as it is"
         assert_errors_are_json(client, expected, ask)
         reply = client.get(f"http://127.0.0.1:{port}/metrics")
-        assert (reply.status_code, reply.json()["error"]["type"]) == (404, "invalid_request_error")
+        assert (reply.status_code, reply.json()["error"]["code"]) == (403, "forbidden"), "as nginx"
