@@ -40,7 +40,7 @@ FOREIGN_FLAGS = {
     "--api-key": "FA_SERVE_API_KEYS in the environment, or --api-key-file: other users of the machine can read flags",
     "--block-size": "--page-size",
     "--code-revision": "--revision, which holds for all files of the model",
-    "--cpu-offload-gb": "--quantization fp8 or --tensor-parallel: weights are never left on the host",
+    "--cpu-offload-gb": "--quantization fp8, a quantised checkpoint or --tensor-parallel: weights are on the GPU",
     "--data-parallel-size": "fa-serve ray --replicas",
     "--disable-log-requests": "nothing: prompts and answers are never logged. --log-level warning leaves the access log out",
     "--download-dir": "HF_HOME in the environment",
@@ -51,10 +51,9 @@ FOREIGN_FLAGS = {
     "--enforce-eager": "--eager",
     "--hf-overrides": "a folder with the model's files, whose config.json you have edited",
     "--limit-mm-per-prompt": "--max-images",
-    "--load-format": "nothing: safetensors are loaded, and other formats are not",
+    "--load-format": "nothing: the files decide, as transformers reads them",
     "--lora-modules": "--lora NAME=FOLDER",
     "--max-loras": "--lora-bytes: a batch may hold any number of the adapters that are in memory",
-    "--model": "the model as the first argument: fa-serve serve MODEL",
     "--no-enable-prefix-caching": "--no-prefix-caching",
     "--num-gpu-blocks-override": "--num-pages",
     "--override-generation-config": "--generation-config FOLDER, with a generation_config.json in it",
@@ -71,7 +70,13 @@ FOREIGN_FLAGS = {
     "--uvicorn-log-level": "--log-level",
 }
 """Flags of `vllm serve` that are no settings here, and what takes their place; docs/moving/vllm.md has the same ones."""
-SHORT_FLAGS = {"-tp": "--tensor-parallel", "-dp": FOREIGN_FLAGS["--data-parallel-size"], "-q": "--quantization"}
+OTHER_SPELLINGS = {
+    "-tp": "--tensor-parallel",
+    "-dp": FOREIGN_FLAGS["--data-parallel-size"],
+    "-q": "--quantization",
+    "--model": "the model as the first argument: fa-serve serve MODEL",
+}
+"""Of settings that have no such flag here."""
 FOREIGN_VALUES = {
     ("--dtype", "half"): "--dtype float16",
     ("--dtype", "float"): "--dtype float32",
@@ -124,7 +129,7 @@ class EngineCommand(PlainHelp):
             flag, _, value = argument.partition("=")
             flag = flag.replace("_", "-")  # vLLM takes both spellings
             value = value or following
-            remedy = {**FOREIGN_FLAGS, **SHORT_FLAGS}.get(flag, "")
+            remedy = {**FOREIGN_FLAGS, **OTHER_SPELLINGS}.get(flag, "")
             if remedy.startswith("nothing: "):
                 ctx.fail(f"No such option: {flag}. Leave it out: {remedy.removeprefix('nothing: ')}")
             if remedy:

@@ -154,6 +154,7 @@ def given(*arguments, monkeypatch, **environment):
         (("--tensor-parallel-size=2",), "No such option: --tensor-parallel-size. Use --tensor-parallel\n"),
         (("org/model", "--tokenizer-revision", "v2"), "Use --revision, which holds for all files of the model"),
         (("--tensor_parallel_size", "2"), "No such option: --tensor-parallel-size. Use --tensor-parallel\n"),
+        (("--model", "org/model"), "No such option: --model. Use the model as the first argument: fa-serve serve MODEL\n"),
         (("-tp", "2"), "No such option: -tp. Use --tensor-parallel\n"),
         (
             ("--disable-log-requests",),
