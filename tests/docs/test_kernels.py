@@ -72,6 +72,10 @@ def test_a_table_of_lines() -> None:
     # with one peer, the speed over the peer's: of rates, and of times
     assert line_tables.table("window", ["d64_128"]).endswith("| `d64_128` | 183 | 85.8 | 2.13 |")
     assert line_tables.table("chunk", ["32_8_d128_256_of_4352x1"]).endswith("| 43.1 | 45.7 | 1.06 |")
+    # lines of several runs say of which each is
+    head, _, *rows = line_tables.table("lora", ["llama8b rank 16 1 adapter", "llama8b rank 16 base"]).splitlines()
+    assert head.startswith("| `lora.jsonl`, tokens/s, H200 at 9b690ee7¹; H200 at ed131504² | fa_serve |")
+    assert [row.split(" | ")[0] for row in rows] == ["| `llama8b rank 16 1 adapter`¹", "| `llama8b rank 16 base`²"]
     with pytest.raises(ValueError, match=r"decode.jsonl must have a line of the case that a page names, got 'd96'"):
         line_tables.table("decode", ["d96"])
     with pytest.raises(ValueError, match="must have one unit, got TB/s, us"):
@@ -105,7 +109,7 @@ def test_kernels_that_the_first_page_names_exist() -> None:
 
 @pytest.mark.parametrize("block", SCRIPTS)
 def test_scripts_of_the_first_page_run(block: Block) -> None:
-    """Each in a process of its own: one is interpreted, which Triton decides when it is imported, and the other compiles."""
+    """Each in a new process: one is interpreted, which Triton decides when it is imported, and the other compiles."""
     environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests/support'}"}
     environment.pop("TRITON_INTERPRET", None)
     done = subprocess.run([sys.executable, "-c", block.text], env=environment, capture_output=True, text=True, check=False)
@@ -115,7 +119,7 @@ def test_scripts_of_the_first_page_run(block: Block) -> None:
         assert (name, spilled) == ("attn_fwd", "0")
         assert 0 < int(registers) <= 255
     else:
-        assert float(done.stdout.removeprefix("tensor(").rstrip(")\n")) < 1e-6
+        assert float(done.stdout.removeprefix("tensor(").rstrip(")\n")) < 1e-5
 
 
 def test_the_first_page_has_both_scripts() -> None:
