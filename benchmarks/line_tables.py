@@ -1,7 +1,7 @@
 """Tables of committed lines of benchmarks/results/*.jsonl in docs/kernels/*.md and the pages of `pages`.
 
 A page names the file and the cases, and the table follows from them. `*` stands for any part of a case. With one peer, the last
-column is our speed over that of the peer:
+column is our speed over that of the peer. Where lines come from several runs, raised numbers say which line is of which run:
 
     <!-- lines of prefill.jsonl: d64_causal_16384; d128_*_16384 -->
     (the table)
@@ -81,6 +81,14 @@ def _machine(line: Line) -> str:
     return "a CPU" if line["gpu"] == "none" else str(line["gpu"].split()[1])
 
 
+def _run(line: Line) -> str:
+    return f"{_machine(line)} at {line['commit']}"
+
+
+def _raised(number: int) -> str:
+    return str(number).translate(str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹"))
+
+
 def with_tables(text: str) -> str:
     """The text of a page with the tables that it asks for."""
     return TABLE.sub(lambda found: f"{found[1]}\n{table(found[2], found[3].split('; '))}\n\n{found[4]}", text)
@@ -99,10 +107,12 @@ def table(bench: str, cases: list[str]) -> str:
     units = {line["unit"] for line in lines}
     if len(units) > 1:
         raise ValueError(f"the lines of a table must have one unit, got {', '.join(sorted(units))} for {', '.join(cases)}")
-    runs = list(dict.fromkeys(f"{_machine(line)} at {line['commit']}" for line in lines))
+    runs = list(dict.fromkeys(_run(line) for line in lines))
     peers = list(dict.fromkeys(peer for line in lines for peer in line["peers"]))
     unit = units.pop()
-    heads = [f"`{path.name}`, {unit}, {'; '.join(runs)}", "fa_serve", *(PEERS[peer] for peer in peers)]
+    marks = dict.fromkeys(runs, "") if len(runs) == 1 else {run: _raised(number) for number, run in enumerate(runs, 1)}
+    named = "; ".join(f"{run}{marks[run]}" for run in runs)
+    heads = [f"`{path.name}`, {unit}, {named}", "fa_serve", *(PEERS[peer] for peer in peers)]
     if len(peers) == 1:
         heads.append("ratio")
     rows = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
@@ -110,7 +120,7 @@ def table(bench: str, cases: list[str]) -> str:
         cells = [_number(value) for value in (line["ours"], *(line["peers"].get(peer) for peer in peers))]
         if len(peers) == 1:
             cells.append(_ratio(line["ours"], line["peers"].get(peers[0]), unit in TIMES))
-        rows.append(f"| `{line['case']}` | {' | '.join(cells)} |")
+        rows.append(f"| `{line['case']}`{marks[_run(line)]} | {' | '.join(cells)} |")
     return "\n".join(rows).replace("|  |", "| |")
 
 

@@ -135,9 +135,9 @@ def hopper() -> Drawing:
     d.box((190, 20), (130, 60), "producer warp", "24 registers a thread", fill=PALE_YELLOW, edge=YELLOW, text=11)
     d.box((190, 100), (190, 210), fill="#ffffff")
     d.text((285, 328), "shared memory: one ring each")
-    for y, name, slots in ((112, "Q + tile", 2), (176, "K", 2), (240, "V", 2)):
-        for slot in range(slots):
-            d.box((202 + 86 * slot, y), (80, 50), name, f"slot {slot}", text=11)
+    for y, name, stages in ((112, "Q + tile", 2), (176, "K", 2), (240, "V", 2)):
+        for stage in range(stages):
+            d.box((202 + 86 * stage, y), (80, 50), name, f"stage {stage}", text=11)
     for y in (137, 201, 265):
         source = {137: 96, 201: 156, 265: 216}[y]
         d.line((124, source), (160, source), (160, y), (200, y))
@@ -157,12 +157,16 @@ def hopper() -> Drawing:
     d.line((255, 80), (255, 98))
     d.line((605, 310), (605, 366), (80, 366), (80, 298), dashed=True)
     d.text((470, 50), "full: the bytes of the copy are here", anchor="start", size=11)
-    d.text((470, 68), "empty: all warpgroups have read the slot", anchor="start", size=11)
+    d.text((470, 68), "empty: all warpgroups have read the stage", anchor="start", size=11)
     return d
 
 
 def turns() -> Drawing:
-    """What producer, warpgroups and tensor cores do over time, with turns between the warpgroups."""
+    """What producer, warpgroups and tensor cores do over time, with turns between the warpgroups.
+
+    A turn is passed on when products have been issued, not when they are done (`_pass_turn` in the consumer). So nothing but
+    the lengths of both phases keeps the products of the warpgroups apart.
+    """
     d = Drawing(230, "Two warpgroups take turns: one multiplies while the other computes its softmax")
     unit = 78
     for y, name in ((50, "producer"), (100, "warpgroup 0"), (150, "warpgroup 1")):
@@ -181,7 +185,7 @@ def turns() -> Drawing:
                 d.box((x, y), (unit - 4, 32), products[step], fill=PALE_RED, edge=RED, text=11)
     d.text(
         (124, 206),
-        "red: products on the tensor cores. The two warpgroups never hold a red box at the same time.",
+        "red: products on the tensor cores, at best one warpgroup at a time. Only the issue of products takes turns.",
         anchor="start",
         size=11,
     )
@@ -213,8 +217,8 @@ def overlap() -> Drawing:
 
 
 def decode() -> Drawing:
-    """Five sequences on one line of key blocks, cut into six equal intervals."""
-    d = Drawing(330, "Split KV: the key blocks of all sequences on one line, cut into equal intervals")
+    """Five sequences on one line of key blocks, cut into six equal shares."""
+    d = Drawing(330, "Split KV: the key blocks of all sequences on one line, cut into equal shares")
     unit, left = 25, 130
     colours = [(PALE_RED, RED)] * 20 + [(PALE_BLUE, BLUE), (PALE_YELLOW, YELLOW), (PALE_BLUE, BLUE), (PALE_YELLOW, YELLOW)]
     d.text((left - 10, 58), "key blocks", anchor="end")
@@ -250,8 +254,8 @@ def latent() -> Drawing:
     d.box((20, 110), (120, 54), "4 producer warps", "copy pages", fill=PALE_YELLOW, edge=YELLOW, text=11)
     d.line((140, 137), (188, 137))
     d.box((190, 100), (250, 74), fill="#ffffff")
-    for slot in range(4):
-        d.box((198 + 60 * slot, 108), (54, 58), "32 keys", f"slot {slot}", text=11)
+    for stage in range(4):
+        d.box((198 + 60 * stage, 108), (54, 58), "32 keys", f"stage {stage}", text=11)
     d.text((315, 93), "ring in shared memory", size=11)
     d.box(
         (500, 100),
@@ -265,7 +269,7 @@ def latent() -> Drawing:
     )
     d.line((440, 137), (498, 137))
     d.line((620, 174), (620, 212))
-    d.box((540, 214), (160, 44), "P and factors of O", "2 slots, shared memory", text=11)
+    d.box((540, 214), (160, 44), "P and factors of O", "2 buffers, shared memory", text=11)
     for index, (x, columns) in enumerate(((60, "columns 0 to 255"), (270, "columns 256 to 511"))):
         d.box(
             (x, 236), (190, 66), f"warpgroup {index + 1} of the output", "O += P C", columns, fill=PALE_RED, edge=RED, text=11
@@ -274,7 +278,7 @@ def latent() -> Drawing:
     d.line((540, 250), (500, 276), (500, 324), (155, 324), (155, 304))
     d.line((290, 174), (290, 206), (155, 206), (155, 234))
     d.line((365, 174), (365, 234))
-    d.text((380, 348), "The warpgroups of the output know nothing of keys but what the slots say.", size=11)
+    d.text((380, 348), "The warpgroups of the output know nothing of keys but what these buffers say.", size=11)
     return d
 
 
@@ -346,7 +350,7 @@ def block_sparse() -> Drawing:
         (340, 150), (170, 62), "producer", "reads one entry ahead,", "copies that block", fill=PALE_YELLOW, edge=YELLOW, text=11
     )
     d.line((425, 112), (425, 148))
-    d.box((560, 150), (170, 62), "slot of the ring", "K, V and the number", "of the block", text=11)
+    d.box((560, 150), (170, 62), "stage of the ring", "K, V and the number", "of the block", text=11)
     d.line((510, 181), (558, 181))
     d.box(
         (560, 250), (170, 62), "consumers", "use the number only at", "the edges of the band", fill=PALE_RED, edge=RED, text=11

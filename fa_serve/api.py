@@ -29,6 +29,9 @@ Conventions shared by all:
 - `deterministic=True`: equal calls have gradients that are equal in every bit, as under
   `torch.use_deterministic_algorithms(True)`. The Hopper kernels add to the gradient of q in any order, so the portable kernels
   compute it then. The forward pass is deterministic in any case.
+- A float `mask` whose numbers of a row are all below -2.4e38, such as -inf or finfo(bfloat16).min, hides all keys from this row
+  in the kernels. PyTorch's operators and the reference say so of -inf alone: the least finite numbers give the mean of the
+  values there, as in eager attention.
 - `sinks` (num_heads,): one more logit per head in the denominator of the softmax, without a value.
 - `lse`: float32, the natural logarithm of the softmax denominator including the sink (float64 from the reference for float64
   input). A row that sees no key returns 0, and its lse is -inf (with sinks, its lse is the sink).
@@ -136,9 +139,7 @@ def attention(
     k:    (batch, seqlen_k, num_kv_heads, head_dim); num_heads is a multiple of num_kv_heads (GQA, MQA)
     v:    (batch, seqlen_k, num_kv_heads, head_dim_v)
     mask: broadcastable to (batch, num_heads, seqlen_q, seqlen_k); bool keeps where True, float is added to the scores
-          after softcap. It applies in addition to `causal` and `window_size`. A row whose keys all have numbers below -2.4e38,
-          such as -inf or finfo(bfloat16).min, sees no key in the kernels. PyTorch's operators and the reference say so of -inf
-          alone: the least finite numbers give the mean of the values there, as in eager attention.
+          after softcap. It applies in addition to `causal` and `window_size` (see above for the least numbers)
     causal: the last query sees up to the last key, each query before it one key less
     softmax_scale: factor of the scores; None is head_dim ** -0.5
     window_size: how many keys (before, after) its own position a query sees; -1 is no limit
@@ -154,10 +155,8 @@ def attention(
     return_lse: return (out, lse)
     backend: "auto", or the name of a backend, which never falls back to another
     out:  (batch, seqlen_q, num_heads, head_dim_v), written in place and returned
-    Returns out, or (out, lse) with lse (batch, num_heads, seqlen_q).
-
-    Raises ValueError or TypeError that names the argument, and UnsupportedError with every reason when no backend can serve
-    the call.
+    Returns out, or (out, lse) with lse (batch, num_heads, seqlen_q). Raises ValueError or TypeError that names the argument,
+    and UnsupportedError with every reason when no backend can serve the call.
     """
     try:
         options = CallOptions(
@@ -171,10 +170,8 @@ def attention(
             return_lse,
             backend,
         )
-        if sinks is not None:
-            sinks = sinks.contiguous()
-        if alibi_slopes is not None:
-            alibi_slopes = alibi_slopes.contiguous()
+        sinks = None if sinks is None else sinks.contiguous()
+        alibi_slopes = None if alibi_slopes is None else alibi_slopes.contiguous()
         tensors = AttentionTensors(q, k, v, sinks, mask, None, None, None, None, None, out, None, alibi_slopes)
         if score_mod is not None:
             tensors, block_mask, options = _with_score_mod(tensors, block_mask, score_mod, options)
@@ -245,10 +242,8 @@ def attention_varlen(
             return_lse,
             backend,
         )
-        if sinks is not None:
-            sinks = sinks.contiguous()
-        if alibi_slopes is not None:
-            alibi_slopes = alibi_slopes.contiguous()
+        sinks = None if sinks is None else sinks.contiguous()
+        alibi_slopes = None if alibi_slopes is None else alibi_slopes.contiguous()
         cu_seqlens_q = cu_seqlens_q.contiguous()
         cu_seqlens_k = cu_seqlens_k.contiguous()
         tensors = AttentionTensors(q, k, v, sinks, None, cu_seqlens_q, cu_seqlens_k, None, None, None, out, None, alibi_slopes)
@@ -297,13 +292,11 @@ def attention_paged(
                   v_cache = k_cache[..., :head_dim_v], as in latent attention (MLA), a kernel reads each key once
     block_table:  (batch, max_pages), int32: the pages of each sequence in order; entries past seqused_k are never read
     seqused_k:    (batch,), int32: keys in the cache, including the keys of this call's queries
-    max_seqlen_k: upper bound of seqused_k, default max_pages * page_size
+    max_seqlen_*: upper bounds of the lengths, host integers; that of the keys is max_pages * page_size by default
     k_descale:    (num_kv_heads,), float32: what a stored key is multiplied by (float8 caches only); v_descale likewise
     num_splits:   0 lets a heuristic on host-known shapes choose, 1 none, n > 1 exactly n parts of each sequence's keys; -1
                   groups of keys at fixed positions, folded in order, so that the bits of a query depend on its keys alone
-    block_mask:   see above; query blocks are counted from the first query of each sequence in this call, key blocks from the
-                  sequence's first key, whatever the page size
-    max_seqlen_q: upper bound of the queries of a sequence, a host integer
+    block_mask:   see above; blocks count from a sequence's first query in this call and its first key, whatever the page size
     causal, softmax_scale, window_size, softcap, attention_chunk, alibi_slopes, sinks, precision, return_lse, backend: as in
                   `attention`
     out:          (total_q, num_heads, head_dim_v), written in place and returned
@@ -321,10 +314,8 @@ def attention_paged(
             return_lse,
             backend,
         )
-        if sinks is not None:
-            sinks = sinks.contiguous()
-        if alibi_slopes is not None:
-            alibi_slopes = alibi_slopes.contiguous()
+        sinks = None if sinks is None else sinks.contiguous()
+        alibi_slopes = None if alibi_slopes is None else alibi_slopes.contiguous()
         if k_descale is not None and v_descale is not None:
             k_descale = k_descale.contiguous()
             v_descale = v_descale.contiguous()

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
+import subprocess
+import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 from types import ModuleType
 
 import pytest
-from documentation import ROOT, prose
+from documentation import ROOT, Block, blocks, prose
 
 from benchmarks import line_tables
 
+FIRST_PAGE = ROOT / "docs" / "kernels" / "index.md"
+SCRIPTS = [pytest.param(block, id=block.name) for block in blocks(FIRST_PAGE) if block.language == "py"]
 PAGES = [pytest.param(page, id=page.stem) for page in sorted((ROOT / "docs" / "kernels").glob("*.md"))]
 DRAWINGS = ROOT / "docs" / "images" / "kernels"
 MEASURED = re.compile(
@@ -67,6 +72,10 @@ def test_a_table_of_lines() -> None:
     # with one peer, the speed over the peer's: of rates, and of times
     assert line_tables.table("window", ["d64_128"]).endswith("| `d64_128` | 183 | 85.8 | 2.13 |")
     assert line_tables.table("chunk", ["32_8_d128_256_of_4352x1"]).endswith("| 43.1 | 45.7 | 1.06 |")
+    # lines of several runs say of which each is
+    head, _, *rows = line_tables.table("lora", ["llama8b rank 16 1 adapter", "llama8b rank 16 base"]).splitlines()
+    assert head.startswith("| `lora.jsonl`, tokens/s, H200 at 9b690ee7¹; H200 at ed131504² | fa_serve |")
+    assert [row.split(" | ")[0] for row in rows] == ["| `llama8b rank 16 1 adapter`¹", "| `llama8b rank 16 base`²"]
     with pytest.raises(ValueError, match=r"decode.jsonl must have a line of the case that a page names, got 'd96'"):
         line_tables.table("decode", ["d96"])
     with pytest.raises(ValueError, match="must have one unit, got TB/s, us"):
@@ -90,9 +99,29 @@ def test_the_drawings_are_those_of_the_script() -> None:
 
 
 def test_kernels_that_the_first_page_names_exist() -> None:
-    page = prose(ROOT / "docs" / "kernels" / "index.md")
+    page = prose(FIRST_PAGE)
     table = next(block for block in re.findall(r"(?:^\|.*\n)+", page, re.MULTILINE) if "kernels" in block.splitlines()[0])
     named = [name for row in table.splitlines()[2:] for name in re.findall(r"`(\w+)`", row.split("|")[3])]
     source = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "fa_serve").rglob("*.py"))
     assert len(named) > 10
     assert [name for name in named if not re.search(rf"^def {name}\(", source, re.MULTILINE)] == []
+
+
+@pytest.mark.parametrize("block", SCRIPTS)
+def test_scripts_of_the_first_page_run(block: Block) -> None:
+    """Each in a new process: one is interpreted, which Triton decides when it is imported, and the other compiles."""
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests/support'}"}
+    environment.pop("TRITON_INTERPRET", None)
+    done = subprocess.run([sys.executable, "-c", block.text], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    if "compiling_for" in block.text:
+        name, registers, spilled, *_ = done.stdout.split()
+        assert (name, spilled) == ("attn_fwd", "0")
+        assert 0 < int(registers) <= 255
+    else:
+        assert float(done.stdout.removeprefix("tensor(").rstrip(")\n")) < 1e-5
+
+
+def test_the_first_page_has_both_scripts() -> None:
+    """The test above runs something."""
+    assert sorted("compiling_for" in param.values[0].text for param in SCRIPTS) == [False, True]

@@ -6,12 +6,16 @@ forward         a call with dense, packed or paged keys: its plan, its launches,
 split_kv        keys of long sequences, split among tiles: the device cuts them, and a second kernel combines the splits
 block_sparse    lists of key blocks, which the producer walks, and the masks that lists were scanned from
 latent          decoding of latent attention (MLA)
-backward        the gradients; `dq_accumulator` is the sum of dQ in float32, to which the kernel adds
+backward        the gradients; `dq_accumulator` is the sum of dQ in float32, to which the kernel adds, and `wide` has the
+                kernel of heads above 128
 descriptors     how the copy engine addresses tensors
 shared_memory   allocates what the warps share
 
-Left out: decoding of one query per sequence, 16-bit products with caches in float8, and masks of a few queries, which the
-portable kernels have.
+A kernel is the function that joins the partitions of its warps. `forward` and `backward.wide` have it in `kernel`, and `latent`
+and `backward`, whose functions are short, in `plan`, beside what launches it.
+
+Left out: decoding of one query per sequence (but latent attention), 16-bit products with caches in float8, and masks of a few
+queries, which the portable kernels have.
 
 Gluon is Triton's experimental layer and changes with every release. The modules with kernels are therefore imported only when a
 call is planned, after `supports` has seen a release that they are written for.

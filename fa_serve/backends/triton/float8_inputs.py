@@ -103,7 +103,8 @@ def _rotation(dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 @triton.jit
 def _rotate(x_ptr, offsets, keep, rotation_ptr, DIM: tl.constexpr):
-    """Rows of x times H * sqrt(DIM), float32. The entries of H are +1 and -1, so that the product with 16 bits is exact."""
+    """Rows of x times H * sqrt(DIM), float32. The entries of this matrix are +1 and -1, so that the product with 16 bits is
+    exact; the scales of the rows are divided by sqrt(DIM) instead."""
     PART: tl.constexpr = min(DIM, 128)
     cols = tl.arange(0, DIM)[None, :]
     y = tl.zeros([_GROUP, DIM], tl.float32)

@@ -1,17 +1,19 @@
 """Attention backward for Hopper (sm90) in Gluon, after FlashAttention-3: dense and packed.
 
 A thread block has one producer warp and two consumer warpgroups of 64 keys each. It computes dK and dV of 128 keys of one KV
-head, summed over the query heads of the group, and adds its part of dQ to a sum in float32 (see `dq_accum`). Heads wider than
-128 have a kernel with 64 keys in a tile (see `wide.kernel`). The launches are the same:
+head, summed over the query heads of the group, and adds its part of dQ to a sum in float32 (see `dq_accumulator`). Heads wider
+than 128 have a kernel with 64 keys in a tile (see `wide.kernel`); that of the others stands in this file. The launches are the
+same:
 
     row statistics    lse in base 2, and delta = rowsum(dO * O) - dlse (`triton.row_statistics`, shared with the portable pass)
     main kernel       the producer copies K and V once and streams Q, dO and the statistics; the consumers compute five products
-                      for each block of queries (see `backward_consumer`)
+                      for each block of queries (see `consumer`)
     conversion        the sum becomes the gradient of q
 
 The additions to dQ come in the order in which thread blocks run, so equal calls may differ in the last bits of dQ. Results that
-have to repeat, masks and larger head sizes are left to the portable kernels, see `HopperBackend.supports`. As in the forward
-pass, the hardware bounds packed sequences, so a NaN of a neighbouring sequence is neither read nor overwritten.
+have to repeat, masks and heads wider than `MAX_HEAD_DIM_OF_GRADIENTS` are left to the portable kernels, see
+`HopperBackend.supports`. As in the forward pass, the hardware bounds packed sequences, so a NaN of a neighbouring sequence is
+neither read nor overwritten.
 
     run = plan_hopper_backward(tensors, options)      # once for calls that look alike
     gradients = run(tensors)

@@ -237,14 +237,14 @@ def _plan_launches(problem: _Problem, tiles: HopperTiles | None, max_splits: int
         tree_blocks=GROUP_KEYS // TREE_KEYS if follows_tree else 0,
     )
     assert blocks is None or (var.block_q % tiles.block_m == 0 and var.block_k % tiles.block_n == 0)
-    slots = multiprocessors(problem.device, 132) * tiles.blocks_per_sm
-    counts = _count_tiles(problem, var, slots, max_splits)
+    resident = multiprocessors(problem.device, 132) * tiles.blocks_per_sm
+    counts = _count_tiles(problem, var, resident, max_splits)
     if counts.per_head == 0:
         return Launches()
     combine = _plan_combine(problem, var, counts, max_splits) if var.split_kv else None
     thread_blocks = counts.per_head * problem.tile_heads
     if tiles.schedule == Schedule.DYNAMIC:
-        thread_blocks = min(thread_blocks, slots)
+        thread_blocks = min(thread_blocks, resident)
     attention = Launch(
         attn_fwd_hopper,
         thread_blocks,
@@ -256,7 +256,7 @@ def _plan_launches(problem: _Problem, tiles: HopperTiles | None, max_splits: int
     )
     if not problem.packed:
         return Launches(attention, counted=tiles.schedule == Schedule.DYNAMIC, mask_words=var.mask_words)
-    table = _plan_table(problem, var, counts, slots, max_splits)
+    table = _plan_table(problem, var, counts, resident, max_splits)
     return Launches(attention, table, counts.per_head, combine=combine)
 
 
@@ -279,7 +279,7 @@ def _mask_strides(mask: Tensor | None, var: Variant) -> tuple[int, ...]:
     return (*[stride // 2 for stride in strides[:3]], strides[3]) if var.mask_words else strides
 
 
-def _plan_table(problem: _Problem, var: Variant, counts: _TileCounts, slots: int, max_splits: int) -> Launch:
+def _plan_table(problem: _Problem, var: Variant, counts: _TileCounts, resident: int, max_splits: int) -> Launch:
     """The launch that makes the table of tiles of packed queries, and clears the rows that have no tile."""
     options = problem.options
     total_q, num_heads, dim_v = problem.out.shape
@@ -301,7 +301,7 @@ def _plan_table(problem: _Problem, var: Variant, counts: _TileCounts, slots: int
         *tiling,
         tile_heads=problem.tile_heads,
         processors=multiprocessors(problem.device, 132),
-        slots=slots,
+        resident=resident,
         max_splits=max_splits,
         min_blocks=MIN_BLOCKS_OF_A_SPLIT,
     )
@@ -318,8 +318,8 @@ def _split_limit(problem: _Problem, tiles: HopperTiles) -> int:
     longest = -(-options.max_seqlen_q // queries)
     # with equal lengths, each sequence has as many tiles as the longest; else their sum fills at least this number of tiles
     count = problem.batch * longest if problem.equal else max(longest, problem.q.shape[0] // queries)
-    slots = multiprocessors(problem.device, 132) * tiles.blocks_per_sm
-    return key_splits(count * problem.tile_heads, slots, options.max_seqlen_q, keys)
+    resident = multiprocessors(problem.device, 132) * tiles.blocks_per_sm
+    return key_splits(count * problem.tile_heads, resident, options.max_seqlen_q, keys)
 
 
 def _plan_combine(problem: _Problem, var: Variant, counts: _TileCounts, max_splits: int) -> Combine:
@@ -336,7 +336,7 @@ def _plan_combine(problem: _Problem, var: Variant, counts: _TileCounts, max_spli
     )
 
 
-def _count_tiles(problem: _Problem, var: Variant, slots: int, max_splits: int) -> _TileCounts:
+def _count_tiles(problem: _Problem, var: Variant, resident: int, max_splits: int) -> _TileCounts:
     options = problem.options
     batch = problem.batch
     num_m = -(-options.max_seqlen_q // var.queries)
@@ -359,7 +359,7 @@ def _count_tiles(problem: _Problem, var: Variant, slots: int, max_splits: int) -
     if var.pack_gqa > 1 or var.split_kv:  # few tiles, which run at once
         group = tail = problem.tile_heads if problem.packed else batch * problem.tile_heads
     if var.split_kv:
-        per_head = table_capacity(per_head, problem.tile_heads, slots, max_splits)
+        per_head = table_capacity(per_head, problem.tile_heads, resident, max_splits)
     return _TileCounts(num_m, per_head, group, tail)
 
 

@@ -66,7 +66,11 @@ class HopperTiles:
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Registers per thread: (of every thread at launch, of a consumer thread after setmaxnreg). The producer keeps 24."""
+        """Registers per thread: (of every thread at launch, of a consumer thread after setmaxnreg).
+
+        The producer keeps 24. With pages or lists it needs 40, for which consumers give it some of theirs, see
+        `types.Variant.producer_registers`.
+        """
         warpgroups = self.groups + 1
         launch = min(65536 // (128 * warpgroups * self.blocks_per_sm) // 8 * 8, 240)
         consumer = min((launch * warpgroups - 24) // self.groups // 8 * 8, 240)
@@ -180,10 +184,15 @@ def tree_tiles(head_dim: int, head_dim_v: int, count: int) -> HopperTiles:
 def hopper_float8_tiles(head_dim: int, head_dim_v: int) -> HopperTiles:
     """The tiles of a call with float8 products. O has more bytes than Q, so it leaves through a separate buffer.
 
-    Measured at head_dim 128 on one H200, 16k tokens, full and causal, quantisation included. TFLOPS of "qk8", then "fp8":
+    Measured at head_dim 128 on one H200, 16k tokens, quantisation included, in TFLOPS; "-" was not measured:
 
-        this tile 804 736, 810 730    exponentials after the wait for P V 716 720, 800 638    and ping-pong 783 658, 787 680
-        without overlap 626 620, 788 626    blocks of 64 keys 674 624, - 596    of 256 keys, without overlap - -, 695 623
+                                                  "qk8" full  "qk8" causal  "fp8" full  "fp8" causal
+        this tile                                        804           736         810           730
+        exponentials after the wait for P V              716           720         800           638
+        the same, with ping-pong                         783           658         787           680
+        without overlap                                  626           620         788           626
+        blocks of 64 keys                                674           624           -           596
+        blocks of 256 keys, without overlap                -             -         695           623
     """
     if max(head_dim, head_dim_v) > 128:
         return HopperTiles(2, 64, 2, 1, Schedule.DYNAMIC, o_parts=2)
@@ -308,11 +317,11 @@ MIN_FILLED = 0.45
 """With tiles of a few queries for a smaller share of the thread blocks of an H100, the decoding kernel is faster."""
 
 
-def key_splits(tiles: int, slots: int, max_seqlen_q: int, keys: int) -> int:
+def key_splits(tiles: int, resident: int, max_seqlen_q: int, keys: int) -> int:
     """Into how many splits the keys of a row may be cut, 1 if they stay whole; see `split_kv.tile_scheduler`, which cuts them.
 
     tiles: a lower bound of the tiles of the launch
-    slots: thread blocks that run at once
+    resident: thread blocks that run at once
     keys:  what a row of the longest sequence sees
 
     The limit bounds the buffer: about 4 partial outputs for each thread block that runs at once, 16 for a few queries, but at
@@ -328,9 +337,9 @@ def key_splits(tiles: int, slots: int, max_seqlen_q: int, keys: int) -> int:
     if keys < max(MIN_SPLIT_KEYS_OF_FEW if few else MIN_SPLIT_KEYS, 4 * max_seqlen_q):
         return 1
     if few:
-        return min(MAX_SPLITS, max(2, 16 * slots // max(tiles, 1)))
-    waves = -(-tiles // slots)
-    return 1 if waves > 2 or tiles >= FULL_WAVES * waves * slots else min(MAX_SPLITS, 4 * slots // max(tiles, 1))
+        return min(MAX_SPLITS, max(2, 16 * resident // max(tiles, 1)))
+    waves = -(-tiles // resident)
+    return 1 if waves > 2 or tiles >= FULL_WAVES * waves * resident else min(MAX_SPLITS, 4 * resident // max(tiles, 1))
 
 
 @lru_cache(maxsize=4096)

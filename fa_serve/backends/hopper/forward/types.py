@@ -24,16 +24,16 @@ class Variant:
     """Everything that is fixed when the kernel is compiled, passed as one constexpr.
 
     tiles:      shape of a tile, stages, schedule
-    d0, d1:     columns in shared memory of the first part of Q and K and of their second part, see `tiles.columns`
-    dv0, dv1:   the same of V and O
+    d0, d1:     columns in shared memory of the first part of Q and K and of their second part, see `tiles.key_columns`
+    dv0, dv1:   the same of V and O, see `tiles.value_columns`
     varlen:     sequences are packed, or their keys are in pages; else the batch is dense
     has_left, has_right, softcap: whether the options have a left bound, a right bound, a softcap; their values are arguments
     page_size:  tokens of a page of the KV cache, 0 without one
     block_q, block_k: queries and keys per block of the lists, 0 without lists; bits: partial blocks have bits
     mask:       what the lists were scanned from, "bool" or "float", else "none"; mask_words: see `plan.has_mask_words`
     sequences_first: (dense) tiles of the same head and rows of all sequences follow one another, see `plan.SHARE_BIAS`
-    precision:  "bf16": Q, K, V and P have 16 bits; "qk8": Q and K are float8 with scales; "fp8": V and P are float8 as well.
-                See `triton.float8_inputs`
+    precision:  the option of the call. "bf16": Q, K, V and P have 16 bits; "qk8": Q and K are float8 with scales; "fp8": V and
+                P are float8 as well. See `triton.float8_inputs`
     gaps:       (float8 keys, varlen) the copies of keys are packed with gaps; else they are a dense batch. See
                 `triton.float8_inputs`
     pack_gqa:   query heads that share a tile, see `pack_gqa`; padded: a KV head has fewer of them

@@ -52,7 +52,7 @@ def _blocks_of_tile(
         "right",
         "tile_heads",
         "processors",
-        "slots",
+        "resident",
         "max_splits",
         "min_blocks",
         *OUTPUT,
@@ -71,7 +71,7 @@ def _split_table(
     right,
     tile_heads,
     processors,
-    slots,
+    resident,
     max_splits,
     min_blocks,
     total_q,
@@ -102,7 +102,7 @@ def _split_table(
         tiles = ceil_div_up_to_zero(ql, BLOCK_M)
         low, high = _blocks_of_tile(tl.maximum(tiles - 1, 0), ql, kl, left, right, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT)
         total += tl.sum(tiles * (high - low), 0)
-    share = tl.maximum((total * tile_heads + slots - 1) // slots, min_blocks)
+    share = tl.maximum((total * tile_heads + resident - 1) // resident, min_blocks)
     whole = 5 * ((total * tile_heads + processors - 1) // processors) // 4
     before = 0
     sequence = 0
@@ -166,7 +166,7 @@ def split_table_launch(
     *,
     tile_heads: int,
     processors: int,
-    slots: int,
+    resident: int,
     max_splits: int,
     min_blocks: int,
 ) -> Launch:
@@ -174,18 +174,18 @@ def split_table_launch(
 
     capacity:  records that the table has room for, see `table_capacity`
     tile_heads: heads that have separate tiles
-    processors: multiprocessors of the GPU; slots: thread blocks that run on them at once
+    processors: multiprocessors of the GPU; resident: thread blocks that run on them at once
     """
     left, right = window_size
-    numbers = (capacity, batch, skip_q, left, right, tile_heads, processors, slots, max_splits, min_blocks, *output.numbers)
+    numbers = (capacity, batch, skip_q, left, right, tile_heads, processors, resident, max_splits, min_blocks, *output.numbers)
     fixed = (*output.widths, queries, block_n, left >= 0, right >= 0, paged, SEQUENCES_AT_A_TIME)
     return Launch(_split_table, output.programs(capacity), numbers, fixed, {"num_warps": 1}, strides=output.strides)
 
 
-def table_capacity(max_tiles: int, num_heads: int, slots: int, max_splits: int) -> int:
+def table_capacity(max_tiles: int, num_heads: int, resident: int, max_splits: int) -> int:
     """An upper bound of the records of one head.
 
     A sequence with n > 1 splits has at least n - 1/2 shares for each tile, so its splits are at most 4/3 of its shares, and all
-    shares of a head are at most slots / num_heads.
+    shares of a head are at most resident / num_heads.
     """
-    return min(max_tiles * max_splits, max_tiles + 4 * slots // (3 * num_heads) + 1)
+    return min(max_tiles * max_splits, max_tiles + 4 * resident // (3 * num_heads) + 1)

@@ -23,7 +23,7 @@ class BackwardVariant:
     mask:       "none", "bool" or "float"; mask_block: queries and keys of the blocks whose spans are read
     mask_grad:  the gradient of the mask is computed
     tma:        the walk reads through tensor descriptors: q, dO and the row statistics, or k and v
-    precision:  input precision of the products
+    precision:  `input_precision` of `tl.dot`, "ieee" or "tf32", which matters in float32
     wide_mask:  as `key_pages.has_wide_mask` says; the gradient of the mask is contiguous
     ptx:        inline PTX is available, so that the softcap is computed as in the forward pass
     """

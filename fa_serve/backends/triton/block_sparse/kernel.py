@@ -41,7 +41,7 @@ class SparseVariant:
     same_strides:  K and V have the same strides
     aligned:       the strides of pages and tokens are multiples of 16
     wide:          as `key_pages.has_wide_rows` says
-    precision:     input precision of the products
+    precision:     `input_precision` of `tl.dot`, "ieee" or "tf32", which matters in float32
     ptx:           inline PTX is available
     alibi:         as `AttentionTensors.alibi_form`
     """

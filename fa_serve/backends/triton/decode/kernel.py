@@ -48,7 +48,7 @@ class DecodeVariant:
     same_strides: K and V have the same strides
     aligned:      the strides of pages and tokens are multiples of 16
     wide:         as `key_pages.has_wide_rows` says
-    precision:    input precision of the products
+    precision:    `input_precision` of `tl.dot`, "ieee" or "tf32", which matters in float32
     pairs:        float8 values are read in pairs of columns
     by_rows:      scores have queries as rows, not keys
     ptx:          inline PTX is available
@@ -103,6 +103,18 @@ def _walk(
     """The inner loop over the key blocks of one split. q: [BLOCK_D, BLOCK_M], or [BLOCK_M, BLOCK_D] by rows.
 
     -> out [BLOCK_M, BLOCK_DV], which is not divided yet, the largest score and the sum of exponentials [BLOCK_M].
+
+    row_scale: [BLOCK_M] by which scores of rows are multiplied that `fit_float16` has divided, or None
+    slopes:    [BLOCK_M] of ALiBi in base 2, or None
+    row_max, row_sum: the online softmax before the first block, [BLOCK_M]
+    span:      (begin, end), numbers of key blocks
+    pointers:  (K and V of the KV head, the sequence's row of the block table or None, and of the mask or None)
+    seq:       the sequence, whose number is the page of a dense cache
+    positions: [BLOCK_M] of the queries: the number of the key that a query would be
+    lengths:   (the first key that any query sees, the keys of the sequence)
+    scaling:   (softmax_scale with the scale of the cache's keys, softcap)
+    window:    (left, right)
+    strides:   elements from page to page and token to token of K, then of V, and from key to key of the mask
     """
     k_ptr, v_ptr, table_ptr, mask_ptr = pointers
     begin, end = span

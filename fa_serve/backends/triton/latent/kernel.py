@@ -45,7 +45,7 @@ class LatentVariant:
     has_right:  some queries of a sequence do not see all of its keys
     aligned:    the strides of pages and tokens are multiples of 16
     wide:       as `key_pages.has_wide_rows` says
-    precision:  input precision of the products
+    precision:  `input_precision` of `tl.dot`, "ieee" or "tf32", which matters in float32
     ptx:        inline PTX is available
     converts:   float16 numbers become bfloat16 numbers by one instruction
     tile_block: the width of the prefix sum that finds a prompt's tile, 0 for decoding

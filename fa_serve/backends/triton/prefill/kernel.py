@@ -43,7 +43,8 @@ class ForwardVariant:
     page_size:   tokens per page, 0 for keys that are not paged
     tma:         K and V are read through tensor descriptors
     mask:        "none", "bool" or "float"
-    precision:   input precision of the products
+    precision:   `input_precision` of `tl.dot`, "ieee" or "tf32", which matters in float32. The option `precision` of the call,
+                 which is another matter, decides float8_keys and float8_values
     ptx:         inline PTX is available
     batch_block: with `skip_q`, the width of the prefix sum that finds a program's tile, else 0
     chunked:     the left limit is a chunk and not a window
@@ -100,7 +101,10 @@ def forward_option_numbers(options: AttentionOptions) -> tuple[float, ...]:
 
 @triton.jit
 def _load_tile(tensor, n, cols, kv_len, where, CHECK_ROWS, DIM: tl.constexpr, BLOCK_D: tl.constexpr, var: tl.constexpr):
-    """[BLOCK_N, BLOCK_D] keys or values from key n on. Rows past kv_len belong to another sequence and read as 0."""
+    """[BLOCK_N, BLOCK_D] keys or values from key n on. Rows past kv_len belong to another sequence and read as 0.
+
+    tensor, where: see `_walk`; cols: n and the numbers behind it, [BLOCK_N]; CHECK_ROWS: a copy of TMA may reach past kv_len
+    """
     BLOCK_N: tl.constexpr = var.block_n
     base_ptr, descriptor, stride_page, stride_t = tensor
     if var.wide:
@@ -132,7 +136,21 @@ def _walk(state, q, span, k_tensor, v_tensor, mask_tensor, where, rows, scaling,
     masked.
 
     The branch is uniform, and one loop keeps one software pipeline. Cutting the walk into three loops drains the pipeline
-    twice more.
+    twice more. A tile is read whole, so keys to the left of the window are read and masked. Their pages must still be the
+    sequence's own, which `MAX_KEYS_PER_TILE` bounds.
+
+    state:       (acc, row_max, row_sum), the online softmax before the first tile
+    span:        (lo, inner_lo, inner_hi, hi, kv_len), numbers of keys: the loop runs from lo to hi
+    k_tensor, v_tensor: (pointer, descriptor or None, elements from page to page or sequence to sequence, from key to key)
+    mask_tensor: (pointer to the mask of this sequence and head, elements from query to query, from key to key)
+    where:       (sequence, KV head, first row of its keys in a packed tensor or copy, pointer to its row of the block table)
+    rows:        (numbers of the queries in their sequence [BLOCK_M], queries of the sequence, keys minus queries)
+    scaling:     (softmax_scale, softcap, ALiBi slope of the head in base 2)
+    scales:      of float8: (q_scale [BLOCK_M], which includes softmax_scale, pointers to the scales of groups of K and of V)
+    window:      (left, right)
+
+    With float8 values `acc` is in units of `unit`, the scale of the values that were added last. A new scale is one more factor
+    of the multiplication that a new maximum needs anyway, and at the end `acc` is multiplied by the last unit.
     """
     BLOCK_N: tl.constexpr = var.block_n
     PRECISION: tl.constexpr = var.precision

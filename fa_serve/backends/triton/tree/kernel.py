@@ -38,7 +38,7 @@ class TreeVariant:
     has_left:    there is a limit to the left, a window or, if `chunked`, a chunk
     batch_block: width of the prefix sum that finds a program's tile; 0 where each sequence has as many tiles as the others
     apart:       a program computes one group, and `fold_groups` folds them
-    precision:   input precision of the products
+    precision:   `input_precision` of `tl.dot`, "ieee" or "tf32", which matters in float32
     ptx:         inline PTX is available; pdl: kernels are launched programmatically
     """
 

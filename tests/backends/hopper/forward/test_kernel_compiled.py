@@ -1,4 +1,4 @@
-"""`hopper.forward_partitions`, compiled for sm90: the intended instructions are there, and the loops do not spill."""
+"""`hopper.forward.kernel`, compiled for sm90: the intended instructions are there, and the loops do not spill."""
 
 from __future__ import annotations
 

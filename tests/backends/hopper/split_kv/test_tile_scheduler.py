@@ -38,7 +38,7 @@ def splits_of(
     window: tuple[int, int],
     *,
     num_heads: int,
-    slots: int,
+    resident: int,
     max_splits: int,
     processors: int = 0,
     skip_q: int = 0,
@@ -46,7 +46,7 @@ def splits_of(
     """The live records, and the room that the table has. processors: by default one for each slot"""
     batch = len(lengths_q)
     max_tiles = max_tile_count(sum(lengths_q), batch, max(lengths_q), QUERIES, skip_q)
-    capacity = table_capacity(max_tiles, num_heads, slots, max_splits)
+    capacity = table_capacity(max_tiles, num_heads, resident, max_splits)
     launch = split_table_launch(
         capacity,
         batch,
@@ -57,8 +57,8 @@ def splits_of(
         True,
         PackedOutput(sum(lengths_q), 2, sum(lengths_q), 16, 8, dim_v=8),
         tile_heads=num_heads,
-        processors=processors or slots,
-        slots=slots,
+        processors=processors or resident,
+        resident=resident,
         max_splits=max_splits,
         min_blocks=2,
     )
@@ -72,12 +72,12 @@ def splits_of(
 
 
 @pytest.mark.parametrize("window", [(-1, 0), (-1, -1), (100, 0)], ids=str)
-@pytest.mark.parametrize(("num_heads", "slots", "max_splits"), [(2, 24, 16), (8, 264, 4), (8, 8, 16)])
+@pytest.mark.parametrize(("num_heads", "resident", "max_splits"), [(2, 24, 16), (8, 264, 4), (8, 8, 16)])
 @pytest.mark.parametrize(("lengths_q", "lengths_k"), CASES, ids=["few", "unequal", "one", "many"])
 def test_splits_cover_the_keys_of_each_tile_once(
-    lengths_q: list[int], lengths_k: list[int], num_heads: int, slots: int, max_splits: int, window: tuple[int, int]
+    lengths_q: list[int], lengths_k: list[int], num_heads: int, resident: int, max_splits: int, window: tuple[int, int]
 ) -> None:
-    records, capacity = splits_of(lengths_q, lengths_k, window, num_heads=num_heads, slots=slots, max_splits=max_splits)
+    records, capacity = splits_of(lengths_q, lengths_k, window, num_heads=num_heads, resident=resident, max_splits=max_splits)
     assert len(records) <= capacity
     tiles: dict[tuple[int, int], list[list[int]]] = defaultdict(list)
     for record in records:
@@ -100,7 +100,7 @@ def test_splits_cover_the_keys_of_each_tile_once(
 
 def test_shares_are_about_equal() -> None:
     """One long sequence among short ones is cut, and the short ones are not."""
-    records, _ = splits_of([4] * 8, [8192] + [512] * 7, (-1, 0), num_heads=8, slots=64, max_splits=16)
+    records, _ = splits_of([4] * 8, [8192] + [512] * 7, (-1, 0), num_heads=8, resident=64, max_splits=16)
     longest = [r for r in records if r[4] == 0]
     share = -(-(128 + 7 * 8) * 8 // 64)
     assert len(longest) == round(128 / share)
@@ -113,18 +113,18 @@ def test_shares_are_about_equal() -> None:
 )
 def test_sequences_that_fill_the_multiprocessors_stay_whole(lengths: list[int], expected: list[int]) -> None:
     """Two heads of 8 sequences fill 20 multiprocessors, on each of which 2 thread blocks run; those of 6 sequences do not."""
-    records, _ = splits_of([4] * len(lengths), lengths, (-1, 0), num_heads=2, processors=20, slots=40, max_splits=16)
+    records, _ = splits_of([4] * len(lengths), lengths, (-1, 0), num_heads=2, processors=20, resident=40, max_splits=16)
     assert [sum(record[4] == b for record in records) for b in range(len(lengths))] == expected
 
 
 def test_sequences_of_another_kernel_have_no_records() -> None:
-    records, _ = splits_of([1, 40, 16], [9000, 900, 900], (-1, 0), num_heads=2, slots=24, max_splits=16, skip_q=16)
+    records, _ = splits_of([1, 40, 16], [9000, 900, 900], (-1, 0), num_heads=2, resident=24, max_splits=16, skip_q=16)
     assert {r[4] for r in records} == {1}
 
 
 def test_compiles_without_spills() -> None:
     tiling = (8, 3, (100, 0), QUERIES, BLOCK_N, 0, True, PackedOutput(12, 8, 12, 1024, 128, dim_v=128))
-    launch = split_table_launch(*tiling, tile_heads=8, processors=132, slots=264, max_splits=4, min_blocks=8)
+    launch = split_table_launch(*tiling, tile_heads=8, processors=132, resident=264, max_splits=4, min_blocks=8)
     with compiling_for("sm90") as kernels:
         keys = torch.tensor([9, 9, 9], dtype=torch.int32)
         tile_table(launch, 8, cu_seqlens([4, 4, 4]), keys, torch.empty(12, 8, 128, dtype=torch.bfloat16), torch.empty(8, 12))
