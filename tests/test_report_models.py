@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import report_experts
 import report_hybrids
+import report_limits
 import report_models
 import report_support
 import report_table
@@ -172,10 +173,10 @@ def test_every_refused_model_has_a_reason() -> None:
 
 
 def test_the_types_without_attention_are_those_of_the_results() -> None:
-    """Of a sample: FNet mixes by Fourier transforms and ConvNeXt by convolutions; DPR's attention is another model's."""
+    """FNet mixes by Fourier transforms and ConvNeXt by convolutions; DPR's attention is another model's."""
     results = json.loads(RESULTS.read_text())
     sample = {name: results["census"][name] for name in ("convnext", "dpr", "fnet", "llama", "mamba", "llava")}
-    found = report_models.without_attention(sample)
+    found = report_limits.without_attention(sample)
     assert found == ["convnext", "fnet", "mamba"]
     assert set(found) == set(sample) & set(results["without attention"])
 
@@ -183,7 +184,7 @@ def test_the_types_without_attention_are_those_of_the_results() -> None:
 def test_the_limits_of_the_length_are_those_of_the_results() -> None:
     limits = json.loads(RESULTS.read_text())["limits"]
     assert limits == dict.fromkeys(("glm5_next", "minimax_m3_vl", "minimax_m3_vl_text"), 2048)
-    assert report_models.length_limits(["llama", *limits]) == limits
+    assert report_limits.length_limits(["llama", *limits]) == limits
 
 
 NOT_RUN_UPSTREAM = {"a.x-k2", "deepseek-v3.2", "glm-moe-dsa", "hy-v4"}
