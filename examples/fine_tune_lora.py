@@ -1,7 +1,7 @@
 """Fine-tune a model with LoRA: the Trainer of transformers, adapters of PEFT, attention and its gradients from fa_serve.
 
     pip install peft                                                   # brings accelerate, which Trainer needs
-    python examples/fine_tune_lora.py                                  # less than a minute on two cores
+    python examples/fine_tune_lora.py                                  # one to two minutes on two cores
     python examples/fine_tune_lora.py --model Qwen/Qwen3-0.6B --steps 60
 
 The embedded model adds two numbers below 100 and declines to subtract. Here it learns to subtract from pairs that addition has

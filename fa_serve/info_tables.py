@@ -148,7 +148,9 @@ def show_model(described: Description, console: Console) -> None:
             console.print(f"  {layers}")
         if any(COMPUTED_BY in kept for kept in described.weights):
             console.print(KERNEL_NAMES)
-    console.print(f"engine: {described.engine or 'runs it'}")
+    limit = described.limit
+    within = "" if limit is None else f", in sequences of up to {limit:,} tokens, up to which its queries choose all keys"
+    console.print(f"engine: {described.engine or f'runs it{within}'}")
     if described.states:
         _show_states(described.states, console)
     if described.engine is None:

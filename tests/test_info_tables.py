@@ -3,6 +3,7 @@
 import io
 
 import pytest
+from every_type import tiny_config
 from rich.console import Console
 from transformers import AutoConfig
 from typer.testing import CliRunner
@@ -109,6 +110,12 @@ def test_what_each_rank_holds(tmp_path):
     held = layers / 4 + shared / 2 + vocabulary / 4 + whole
     assert f"each of 4 ranks holds {held / 2**30:.3g} GiB of {(layers + vocabulary + whole) / 2**30:.3g} GiB" in text
     assert "heads in layer 0: 2 of queries, 1 of keys and values; 4 KiB of KV cache for a token" in text
+
+
+def test_a_limit_of_the_length_stands_beside_the_engine(tmp_path):
+    tiny_config("minimax_m3_vl").save_pretrained(tmp_path)
+    text = words(run(str(tmp_path)))
+    assert "engine: runs it, in sequences of up to 256 tokens, up to which its queries choose all keys" in text
 
 
 def test_a_model_that_cannot_be_divided(tmp_path):

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import report_experts
 import report_hybrids
+import report_limits
 import report_models
 import report_support
 import report_table
@@ -60,13 +61,14 @@ def test_every_type_of_transformers_has_a_row_of_answers_and_codes() -> None:
     results = json.loads(RESULTS.read_text())
     found = report_table.rows(results)
     assert set(found) >= {*results["census"], *CAUSAL, *IMAGE_TEXT}
-    allowed = {"yes", "no", "one", "some", "-", "vectors", *(reason.code for reason in report_table.REASONS)}
+    allowed = {"yes", "no", "one", "some", "-", "vectors", "length", *(reason.code for reason in report_table.REASONS)}
     assert {part for row in found.values() for cell in row[:7] for part in cell.split(", ")} <= allowed
     assert found["llama"] == ("yes", "yes", "-", "yes", "yes", "yes", "yes", "generate, eager")
     assert found["gptj"][:2] == ("own", "own")
     assert found["bert"][1] == "vectors"
     assert (found["qwen3_next"][4], found["zamba"][4], found["qwen3_next"][6]) == ("yes", "rule", "yes")
     assert found["gemma3"][2] == "yes"
+    assert {name for name, row in found.items() if "length" in row[1]} == {"minimax_m3_vl", "minimax_m3_vl_text", "glm5_next"}
     assert found["blip-2"][2] == "images"
     cells = [
         part.strip()
@@ -168,6 +170,21 @@ def test_every_refused_model_has_a_reason() -> None:
     assert set(census) <= set(CONFIG_MAPPING_NAMES)
     assert {"bloom", "mpt", "falcon", "gptj"} <= {name for name, reason in census.items() if "attention itself" in reason}
     assert all(census[name] == "" for name in ("llama", "gemma4", "gpt_oss", "deepseek_v3", "t5", "whisper", "qwen2_5_vl"))
+
+
+def test_the_types_without_attention_are_those_of_the_results() -> None:
+    """FNet mixes by Fourier transforms and ConvNeXt by convolutions; DPR's attention is another model's."""
+    results = json.loads(RESULTS.read_text())
+    sample = {name: results["census"][name] for name in ("convnext", "dpr", "fnet", "llama", "mamba", "llava")}
+    found = report_limits.without_attention(sample)
+    assert found == ["convnext", "fnet", "mamba"]
+    assert set(found) == set(sample) & set(results["without attention"])
+
+
+def test_the_limits_of_the_length_are_those_of_the_results() -> None:
+    limits = json.loads(RESULTS.read_text())["limits"]
+    assert limits == dict.fromkeys(("glm5_next", "minimax_m3_vl", "minimax_m3_vl_text"), 2048)
+    assert report_limits.length_limits(["llama", *limits]) == limits
 
 
 NOT_RUN_UPSTREAM = {"a.x-k2", "deepseek-v3.2", "glm-moe-dsa", "hy-v4"}

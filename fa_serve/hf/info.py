@@ -27,6 +27,7 @@ from fa_serve import ops
 from fa_serve.hf.adapter.composites import auto_class, make_served, text_key
 from fa_serve.hf.adapter.models import NAME, check_class, prepare_model
 from fa_serve.hf.adapter.probe import model_layers, run_without_weights
+from fa_serve.hf.adapter.short_choices import find_short_choices
 from fa_serve.hf.adapter.translate import spec_of, translate
 from fa_serve.hf.encoders.facts import EncoderFacts, encoder_facts
 from fa_serve.hf.encoders.folder import EncoderTask, recognise_task
@@ -117,6 +118,7 @@ class Description:
              engine does not run the model, or why its quantised weights are refused
     states:  what each recurrence or convolution keeps of a sequence, if the engine runs the model
     images:  why a model that generates takes no images, or None
+    limit:   the tokens up to which the engine serves a sequence, beside what memory and positions allow; None: no such limit
     encoder: what an encoder computes, or why fa_serve refuses its folder; None for a model that generates
     """
 
@@ -126,6 +128,7 @@ class Description:
     share: RankShare | str | None = None
     states: list[StateSpec] = field(default_factory=list)
     images: str | None = None
+    limit: int | None = None
     encoder: EncoderFacts | str | None = None
 
 
@@ -181,7 +184,8 @@ def describe(
             share = _rank_share(loaded, tensor_parallel)
         except UnsupportedModelError as error:
             share = str(error)
-    return Description(list(parts.values()), engine, weights, share, states, _why_no_images(loaded))
+    limit = min((kind.limit(module) for module, kind in find_short_choices(whole)), default=None)
+    return Description(list(parts.values()), engine, weights, share, states, _why_no_images(loaded), limit)
 
 
 def _folder_of(model_or_config: str | PreTrainedConfig) -> str | None:
@@ -348,10 +352,19 @@ def _examine(name: str, model: PreTrainedModel, device: str, arch: int) -> Part:
 
 
 def _record(model: PreTrainedModel, recorder: _Recorder) -> None:
-    """One forward, whose calls of attention the recorder writes down."""
+    """One forward, whose calls of attention the recorder writes down.
+
+    Raises NotImplementedError on the meta device also where PyTorch raises another RuntimeError for code that reads values, as
+    `Tensor.item()` does (gated delta nets). Any other fault is met again with zeros as weights.
+    """
     recorder.layers.clear()
-    with torch.no_grad():
-        model.train(False)(**_inputs(model))
+    try:
+        with torch.no_grad():
+            model.train(False)(**_inputs(model))
+    except RuntimeError as error:
+        if model.device.type == "meta":
+            raise NotImplementedError(str(error)) from error
+        raise
 
 
 def _examine_experts(model: PreTrainedModel, spec: OpSpec) -> dict[str, str]:

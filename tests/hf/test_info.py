@@ -164,6 +164,20 @@ def test_parts_of_a_composite_model() -> None:
     assert "grid_thw" in str(tower.untried)
 
 
+def test_a_model_whose_code_reads_values_by_item() -> None:
+    """PyTorch refuses that on the meta device with a RuntimeError, where other reads raise NotImplementedError."""
+    [part] = describe(HYBRIDS["qwen3-next"].make_config(), "cuda", 90).parts
+    assert (part.refused, part.untried) == (None, None)
+    assert {layer.module for layer in part.layers} == {"Qwen3NextAttention"}
+
+
+@pytest.mark.parametrize(("name", "limit"), [("minimax_m3_vl", 256), ("glm5_next", 192), ("llama", None)])
+def test_the_length_up_to_which_queries_choose_all_keys(name: str, limit: int | None) -> None:
+    described = describe(tiny_config(name))
+    assert described.engine is None
+    assert described.limit == limit
+
+
 @pytest.mark.parametrize("name", ["aria_text", "jetmoe", "longcat_flash"])
 def test_mixtures_that_read_the_choice_of_their_router(name: str) -> None:
     """Their code cannot run on the meta device; zeros take the place of weights."""

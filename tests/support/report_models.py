@@ -11,8 +11,8 @@ quantised.md and model-tests.md.
 
 tests/results/families.json holds the outcomes of tests/hf/test_families.py and tests/hf/test_multimodal.py, the backends that
 serve the layers of each architecture in its published sizes, whether fa_serve takes each model of transformers, and what
-`report_experts.py`, `report_latent.py`, `report_hybrids.py`, `report_types.py`, `report_support.py` and
-`report_fusion.py` find.
+`report_experts.py`, `report_latent.py`, `report_hybrids.py`, `report_types.py`, `report_support.py`,
+`report_fusion.py` and `report_limits.py` find.
 tests/upstream/results.json holds the outcomes of transformers' own tests, which tests/upstream/run.py writes.
 """
 
@@ -36,6 +36,7 @@ import report_experts
 import report_fusion
 import report_hybrids
 import report_latent
+import report_limits
 import report_support
 import report_table
 import report_types
@@ -284,7 +285,12 @@ def _type_of(model_class: str) -> str:
 def support(results: dict[str, Any]) -> dict[str, Any]:
     """What the engine does beyond the text of a type, for those whose text it serves."""
     served = [name for name, row in results["types"].items() if row["engine text"] == report_types.YES]
-    return {"support": report_support.rows(served), "tested": compared_types()}
+    return {
+        "support": report_support.rows(served),
+        "tested": compared_types(),
+        "limits": report_limits.length_limits(served),
+        "without attention": report_limits.without_attention(results["census"]),
+    }
 
 
 _HEAD = "<!-- written by tests/support/report_models.py; tests/test_report_models.py compares it with the results -->"

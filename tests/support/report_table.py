@@ -20,6 +20,8 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 YES = "yes"
 SOME = "some"
 NOTHING = "-"
+LENGTH = "length"
+SOURCE = "source"
 
 
 class Reason(NamedTuple):
@@ -140,6 +142,8 @@ def _row(name: str, results: dict[str, Any]) -> tuple[str, ...]:
         engine = "vectors"
     elif vectors:
         engine = "yes, vectors"
+    if name in results["limits"]:
+        engine += f", {LENGTH}"
     images = cell(known["engine image"]) if known else NOTHING
     if images == YES and name in ONE_IMAGE:
         images = "one"
@@ -153,7 +157,7 @@ def _row(name: str, results: dict[str, Any]) -> tuple[str, ...]:
     if vectors:
         tested.append("vectors")
     if not tested:
-        tested.append("built" if built == YES else "source")
+        tested.append("built" if built == YES else SOURCE)
     return (plugin, engine, images, *more, ", ".join(tested))
 
 
@@ -192,14 +196,37 @@ def hardware() -> list[str]:
     ]
 
 
-def page(results: dict[str, Any]) -> list[str]:
-    """The lines of docs/models.md."""
-    found = rows(results)
+def _introduction(results: dict[str, Any], found: dict[str, tuple[str, ...]]) -> list[str]:
+    """How many types are served, and how much of that was run."""
     types = results["types"]
     text = sum(row["engine text"] == YES for row in types.values())
     images = sum(row["engine image"] == YES for row in types.values())
-    plugin = sum(row[0] == YES for row in found.values())
+    taken = {name: row for name, row in found.items() if row[0] == YES}
+    only_read = sum(row[-1] == SOURCE for row in taken.values())
+    nothing = len(taken.keys() & set(results["without attention"]))
     versions = ", ".join(f"{name} {number}" for name, number in results["versions"].items())
+    return [
+        "Does it run my model, on my GPU? `fa-serve info MODEL --arch 90` answers for a hub name or a folder, from its config",
+        "alone; a part that it reports as [not tried](cli.md#info) needs the loaded model. This page answers for every type of",
+        f"transformers ({versions}):",
+        "",
+        f"- The plugin takes {len(taken)} of {len(found)} types. For {only_read} of these {len(taken)} the code has been read",
+        f"  and nothing was run (`source` in the last column). {nothing} of the {len(taken)}, such as ConvNeXt and FNet, have",
+        "  no attention that could be replaced.",
+        f"- The engine writes text with {text} types, each of which was run. {images} of them see images.",
+        "",
+        "The type of a model is `model_type` in its `config.json`. `yes` is served, a dash is a question that does not arise,",
+        "and any other word is a limit or a reason that [the tables below](#what-a-cell-says) spell out. GPUs are",
+        "[at the end](#gpus-and-other-hardware). Another release of transformers may have other code for a type:",
+        "`fa-serve info` asks the one that is installed.",
+        "",
+    ]
+
+
+def page(results: dict[str, Any]) -> list[str]:
+    """The lines of docs/models.md."""
+    found = rows(results)
+    [limit] = {*results["limits"].values()}
     used = {part for row in found.values() for column in row[:7] for part in column.split(", ")}
     newer = json.loads(report_newer.RESULTS.read_text())
     used |= {part for row in report_newer.rows(newer).values() for part in row}
@@ -208,14 +235,7 @@ def page(results: dict[str, Any]) -> list[str]:
         "",
         "<!-- written by tests/support/report_models.py; tests/test_report_models.py compares it with the results -->",
         "",
-        "Does it run my model, on my GPU? `fa-serve info MODEL --arch 90` answers for a hub name or a folder, from its config",
-        f"alone. This page answers for every type of transformers ({versions}):",
-        f"the plugin takes {plugin} of {len(found)}, and the engine writes text with {text}, of which {images} see images. The",
-        "type of a model is `model_type` in its `config.json`. `yes` is served, a dash is a question that does not arise, and",
-        "any other word is a limit or a reason that [the tables below](#what-a-cell-says) spell out. GPUs are",
-        "[at the end](#gpus-and-other-hardware). Another release of transformers may have other code for a type:",
-        "`fa-serve info` asks the one that is installed.",
-        "",
+        *_introduction(results, found),
         "## Models",
         "",
         '<div class="filter" data-label="Find a type:" data-hint="qwen3 moe"></div>',
@@ -229,7 +249,9 @@ def page(results: dict[str, Any]) -> list[str]:
         "| column | yes | otherwise |",
         "|---|---|---|",
         '| plugin | `attn_implementation="fa_serve"` takes every part of the model | refused when it is loaded |',
-        "| engine | it generates text, with or without a server; `vectors`: an encoder serves embeddings or scores | "
+        "| engine | it generates text, with or without a server; `vectors`: an encoder serves embeddings or scores; "
+        f"`length`: sequences of up to {limit:,} tokens only, by the published config: up to there "
+        "[its queries choose all keys](engine/layers.md#keys-that-queries-choose), and a larger `max_model_len` is refused | "
         "refused when it is loaded; `-`: it writes no text |",
         "| images | requests may have images; `one`: one each, as its processor wants | refused in the request |",
         "| fused | all layers are computed by [few kernels](engine/layers.md#fused-layers); `some`: a part of them | "
