@@ -202,7 +202,7 @@ class Service:
             message = f"A request must ask for at most {key_limit} sequences (--max-per-key), got {count}."
             raise BadRequest(message, param=param)
         if key_limit is not None and self._in_flight[key] + count > key_limit:
-            whose = "This API key" if self.settings.all_keys else "A client"
+            whose = "This API key" if self.settings.all_keys else "All clients together, as there are no API keys,"
             message = f"{whose} may have at most {key_limit} sequences in flight (--max-per-key). Try again later."
             raise TooManyRequests(message, retry_after=1)
         self._require_share(count, key, limit - in_flight - count)

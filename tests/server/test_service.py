@@ -70,7 +70,7 @@ async def test_one_key_cannot_take_all_the_room(serving, engine):
         assert [(await task).status_code for task in (first, second)] == [200, 200]
 
 
-@pytest.mark.parametrize(("keys", "whose"), [("one", "This API key"), ("", "A client")])
+@pytest.mark.parametrize(("keys", "whose"), [("one", "This API key"), ("", "All clients together, as there are no API keys,")])
 async def test_what_one_client_may_never_have_is_not_to_be_tried_again(serving, engine, keys, whose):
     """Without keys as well, where the client has none that an error could name."""
     headers = {"authorization": f"Bearer {keys}"} if keys else {}
