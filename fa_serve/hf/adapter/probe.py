@@ -190,12 +190,14 @@ def run_without_weights(model: torch.nn.Module, forward: Callable[[], T]) -> T:
     """What `forward` of a model on the meta device returns. If the model's code reads values, it is called again, with zeros as
     weights.
 
-    Some mixtures (Aria, JetMoE, LongCat-Flash) read which experts a router chose, and that has no value on the meta device.
+    Some mixtures (Aria, JetMoE, LongCat-Flash) read which experts a router chose, and gated delta nets call `Tensor.item()`.
+    On the meta device PyTorch refuses both, with NotImplementedError or another RuntimeError. A forward that fails for another
+    reason fails again with the zeros.
     """
     try:
         with torch.device("meta"):
             return forward()
-    except NotImplementedError as error:
+    except RuntimeError as error:  # NotImplementedError is one
         if isinstance(error, FaServeError):  # a refusal
             raise
     _give_zeros(model)
