@@ -15,9 +15,9 @@
     beside text  median seconds to the first token of these requests with images, the same way
     text         requests a second of text alone; compared with an engine that takes no images
 
-Every case runs once before it is measured. Pixels are random numbers as the processor would give them, so that no case contains
-its work. Cases that begin after the budget are left out, and those of a line that are measured replace it in
-results/images.jsonl. Left out: other engines, HTTP, and reading files.
+Every case runs once before it is measured, those of text p99 twice, with idle moments between them. Pixels are random numbers
+as the processor would give them, so that no case contains its work. Cases that begin after the budget are left out, and those
+of a line that are measured replace it in results/images.jsonl. Left out: other engines, HTTP, and reading files.
 """
 
 from __future__ import annotations
@@ -114,6 +114,8 @@ EVERY = 8
 """Steps between two images that come beside texts."""
 LONGEST = 1.25
 """The target of a step beside decoding alone, a little below what is wanted of the 99th percentile (1.3)."""
+ROUNDS = 3
+"""Of texts beside others, the last of which counts. The ones before it teach what steps cost and which graphs they need."""
 SETTINGS = {"": False, "target": True}
 """Whether steps should take at most LONGEST times what decoding alone takes, by the end of a case's name."""
 
@@ -193,6 +195,11 @@ class Workload:
         begin = time.perf_counter()
         self.engine.generate([prompt], params, images=[[image]])
         return time.perf_counter() - begin
+
+    def idle(self) -> None:
+        """Capture the graphs that steps have missed, as a server does while it has no request."""
+        while self.engine.prepare_one():
+            pass
 
     def gaps_of_text(self, beside: str) -> float:
         """The 99th percentile of the seconds between two tokens of text. Images are drawn before, in as many steps as answers
@@ -278,8 +285,9 @@ def measure_gaps(sizes: Sizes, model: Any, results: Results, cells: Cells) -> No
             continue
         target = {"target_itl": 1000 * LONGEST * alone} if has_target else {}
         work = Workload(sizes, model, **target)
-        for _ in range(2):  # the first round captures graphs, and teaches what steps cost
+        for _ in range(ROUNDS):
             gaps = {kind: work.gaps_of_text(kind) for kind in ("alone", "prompts", "images")}
+            work.idle()
         work.engine.close()
         alone = alone or gaps["alone"]
         case = f" {name}" if name else ""

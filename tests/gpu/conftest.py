@@ -11,6 +11,9 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
+from fa_serve.engine import EngineConfig
+from fa_serve.engine.cache import tensors
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
@@ -39,6 +42,23 @@ def _no_synchronisation() -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.fixture(autouse=True)
+def _a_share_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside other processes of this suite, an engine that may take most of the GPU leaves them theirs: other engines that start
+    meanwhile would find no room. Left out: tests that ask for a share."""
+    processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    if processes == 1:
+        return
+    device_room = tensors.device_room
+    usual = EngineConfig().gpu_memory_utilization
+
+    def share_of_room(device: torch.device, share: float, needed: int, least: int) -> int:
+        room = device_room(device, share, needed, least)
+        return max(least, room // (2 * processes)) if share == usual else room
+
+    monkeypatch.setattr(tensors, "device_room", share_of_room)
 
 
 @pytest.fixture

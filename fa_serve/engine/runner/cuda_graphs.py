@@ -20,8 +20,9 @@ grows later.
 
 `prepare_one` captures likely shapes ahead, at start-up and when there is no request. Once it has been called, no step waits for
 a capture: a step takes a graph that is only a little too large, or runs eagerly, and a shape of prompts that comes
-CAPTURE_AFTER times is captured in the next idle moment. Without `prepare_one`, as in offline use, steps capture: decoding when
-a shape first comes, and prompts when it has come CAPTURE_AFTER times.
+CAPTURE_AFTER times is captured in the next idle moment. The first step with images adds the likely shapes of such steps.
+Without `prepare_one`, as in offline use, steps capture: decoding when a shape first comes, and prompts when it has come
+CAPTURE_AFTER times.
 
 Graphs run the same forward as eager steps. A model that cannot be captured, for example because it reads something back from
 the device, stays eager, and the log says why. With several ranks the engine ends. Left out: steps that want log-probabilities
@@ -206,6 +207,7 @@ class StepGraphs:
         self._pool: Any = None
         # shapes to capture in advance, the next one last; None until `prepare_one` is called
         self._missing: list[Shape] | None = None
+        self._prepares_images = False
         self.num_captures = 0
 
     def shape_of(self, arrays: BatchArrays, lora: bool = False) -> Shape | None:
@@ -279,6 +281,10 @@ class StepGraphs:
         ]
         if held or decoding:
             return min(held, default=None)
+        if axes and self._missing is not None and not self._prepares_images:
+            # the first step with images tells how many axes positions have, and that the model's steps with images have graphs
+            self._prepares_images = True
+            self._missing[:0] = [x._replace(axes=axes) for x in self._shapes_ahead() if x.kind == "prompts" and not x.lora]
         self._num_seen[shape] += 1
         if self._num_seen[shape] < CAPTURE_AFTER or not self._prompts:
             return None

@@ -400,6 +400,29 @@ def test_prompts_that_do_not_fit_their_images(llava: Case) -> None:
         answer(text, [1, 2], llava.images[0])
 
 
+def test_steps_with_images_have_graphs_after_the_first_image(replays: list[int]) -> None:
+    """Where graphs are captured in idle moments alone, as a server does, the first image tells which ones it needs."""
+    case = Case("qwen2_5_vl")
+    engine = case.engine(prefix_caching=False)
+    runner = engine._runner
+    assert runner.make_graphs()
+    while engine.prepare_one():
+        pass
+    assert not any(shape.axes for shape in runner._graphs._replays), "as long as nobody sends an image"
+    ids = case.prompt(0)
+    assert answer(engine, ids, case.images[0]) == case.generate(ids, 0)
+    while engine.prepare_one():
+        pass
+    with_images = [shape for shape in runner._graphs._replays if shape.axes]
+    of_text = [shape for shape in runner._graphs._replays if shape.kind == "prompts" and not shape.axes]
+    assert sorted(with_images) == sorted(shape._replace(axes=3) for shape in of_text)
+    captured = engine.preparations()
+    ids = case.prompt(1, 1)
+    assert answer(engine, ids, case.images[1], case.images[1]) == case.generate(ids, 1, 1)
+    assert engine.preparations() == captured
+    assert len(replays) >= 1, "another length than that of the first one"
+
+
 @pytest.mark.parametrize(("name", "axes"), [("llava", 1), ("qwen2_5_vl", 3)])
 def test_steps_with_images_replay_graphs(name: str, axes: int, replays: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Embeddings and positions come to fixed addresses. Another image in the same shape is another answer."""
