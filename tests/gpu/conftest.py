@@ -46,7 +46,7 @@ def _no_synchronisation() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _a_share_of_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside other processes of this suite, an engine that may take most of the GPU leaves them theirs: other engines that start
+    """Beside other processes of this suite, an engine that may take most of the GPU leaves them theirs: others that start
     meanwhile would find no room. Left out: tests that ask for a share."""
     processes = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     if processes == 1:
