@@ -15,7 +15,7 @@ layers are the model's own. Types are served if tests have compared them with `g
 Images are encoded together if their inputs can be joined: patches end to end, or pictures of one shape. How a type joins them
 is tried with the first two, which must come to the same together as alone.
 
-An encoding can be cut into parts by the layers of the towers (`pausing`). It may run in another thread than forwards of the
+An encoding can be cut into parts by the layers of the towers and what is beside them (`pausing`). It may run in another thread than forwards of the
 model, as long as one of the two stands still while the other one runs.
 
 Left out: how a text and images become inputs (processors.py, fa_serve.engine.images), and when an image is encoded.
@@ -177,6 +177,7 @@ class ImageReader:
         self.quickens = quickens
         self.quicken()
         self.blocks = self._find_blocks()
+        self._pauses: dict[int, Callable[[], None]] = {}  # by the thread whose encodings are cut
         self._joined_dim: int | Literal["none"] | None = None
         """The dimension in which inputs of several images are joined; None before it has been tried."""
 
@@ -229,26 +230,46 @@ class ImageReader:
 
     def _find_blocks(self) -> list[nn.Module]:
         """The layers of the towers: members of lists of modules that lie neither in the language model nor in another list."""
+        return [block for each in self._find_lists() for block in each]
+
+    def _find_lists(self) -> list[nn.ModuleList]:
         beside = {*self._decoder.modules()}
         lists = [each for each in self._model.modules() if isinstance(each, nn.ModuleList) and each not in beside]
         inner = {module for each in lists for module in each.modules() if module is not each}
-        return [block for each in lists if each not in inner for block in each]
+        return [each for each in lists if each not in inner]
+
+    def _beside_blocks(self) -> list[nn.Module]:
+        """Modules with parameters that stand beside the layers: what embeds patches, and what merges them."""
+        lists = {*self._find_lists()}
+        towers = [tower for tower in self._model.modules() if not lists.isdisjoint(tower.children())]
+        others = [x for tower in towers for x in tower.children() if not isinstance(x, nn.ModuleList)]
+        return [x for x in others if x is not self._decoder and next(x.parameters(), None) is not None]
 
     @contextmanager
     def pausing(self, pause: Callable[[], None]) -> Iterator[None]:
-        """Inside, `pause` is called after each layer of the towers, in forwards of this thread."""
+        """Inside, `pause` is called in forwards of this thread: when the inputs are on the device, after each layer of the
+        towers, and after what is beside the layers. The host takes longer for the beginning of an image, and for its end, than
+        for several layers, and the steps of the engine wait for it."""
         thread = threading.get_ident()
 
         def after(*_: Any) -> None:
             if threading.get_ident() == thread:
                 pause()
 
-        hooks = [block.register_forward_hook(after) for block in self.blocks]
+        hooks = [each.register_forward_hook(after) for each in (*self.blocks, *self._beside_blocks())]
+        self._pauses[thread] = pause
         try:
             yield
         finally:
+            del self._pauses[thread]
             for hook in hooks:
                 hook.remove()
+
+    def _pause(self) -> None:
+        """Where this thread may stand still, if it is in `pausing`."""
+        pause = self._pauses.get(threading.get_ident())
+        if pause is not None:
+            pause()
 
     def failed(self, inputs: Mapping[str, Tensor]) -> ImageFeatures:
         """What stands for an image that cannot be encoded: numbers that end its own request alone."""
@@ -276,7 +297,10 @@ class ImageReader:
         """One forward for images whose inputs other than tokens are joined in this dimension."""
         parts = [_with_text(inputs, self.filler) for inputs in images]
         # pixels are joined on the device: on a host it takes longer than the towers to lay out 100 MB once more
-        moved = [{name: self._moved(x) if x.is_floating_point() else x for name, x in part.items()} for part in parts]
+        moved = []
+        for part in parts:
+            moved.append({name: self._moved(x) if x.is_floating_point() else x for name, x in part.items()})
+            self._pause()
         joined = {name: torch.cat([part[name] for part in moved], dim=1 if name in _OF_TOKENS else dim) for name in moved[0]}
         return self._run(joined, [self.num_tokens(inputs) for inputs in images])
 
@@ -285,6 +309,7 @@ class ImageReader:
         device = self._model.device
         taken = inspect.signature(self._model.forward).parameters
         moved = {name: self._moved(x) for name, x in inputs.items() if name in taken}
+        self._pause()
         given: dict[str, Any] = {}
         thread = threading.get_ident()
 

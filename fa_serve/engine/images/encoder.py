@@ -79,6 +79,7 @@ class ImageEncoder:
         self._call: PausedCall[Made] | None = None
         self._is_busy = False
         self._num_pauses = max(len(reader.blocks), 1)  # of a forward, until the first one that was cut has told
+        self._num_asked = 0  # embeddings of the images on their way, as far as steps had time for them
         self._stream = _new_stream(reader.device)
         self._has_new_weights = True
 
@@ -185,10 +186,16 @@ class ImageEncoder:
         if self._call is None:
             self._await_weights()
             self._call = PausedCall(lambda pause: self._encode_pausing(work.images, pause))
+            self._num_asked = 0
         call = self._call
-        count = max(sum(self.reader.num_tokens(image.inputs) for image in work.images), 1)
+        pauses = None
+        if work.limit is not None:
+            self._num_asked += work.limit
+            count = max(sum(self.reader.num_tokens(image.inputs) for image in work.images), 1)
+            # up to where so many embeddings come, so that no part makes up for the roundings of those before it
+            pauses = round(self._num_asked * self._num_pauses / count) - call.num_pauses
         try:
-            if not call.run(None if work.limit is None else round(work.limit * self._num_pauses / count)):
+            if not call.run(pauses):
                 return None
         except BaseException:
             self.abandon()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from itertools import pairwise
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from fa_serve.hf.images import ImageReader
 
 DEPTH = 8
 NAME = "qwen2_5_vl"
-LAYER_SECONDS = 0.004
+PART_SECONDS = 0.003
 STEP_SECONDS = 0.005
 
 
@@ -37,17 +38,33 @@ def inputs(model: PreTrainedModel) -> list[Inputs]:
     return [one_image(NAME, model, seed) for seed in range(5)]
 
 
-def test_layers_of_towers_are_where_encodings_pause(model: PreTrainedModel, inputs: list[Inputs]) -> None:
+def test_encodings_pause_behind_their_inputs_layers_and_what_is_beside_layers(
+    model: PreTrainedModel, inputs: list[Inputs]
+) -> None:
+    reader = ImageReader(copy.deepcopy(model))
+    tower = reader._model.get_submodule("model.visual")
+    run: list[str] = []
+    for name, module in tower.named_modules():
+        module.register_forward_hook(lambda *_, name=name: run.append(name))
+    found = []
+    with reader.pausing(lambda: found.append([name for name in run if name.count(".") == name.startswith("blocks.")])):
+        reader.encode(inputs[0])
+    added = [after[len(before) :] for before, after in pairwise([[], *found])]
+    blocks = [f"blocks.{number}" for number in range(DEPTH)]
+    assert added == [[], ["patch_embed"], ["rotary_pos_emb", blocks[0]], *([name] for name in blocks[1:]), ["merger"]]
+
+
+def test_an_encoding_pauses_beside_other_forwards(model: PreTrainedModel, inputs: list[Inputs]) -> None:
     reader = ImageReader(copy.deepcopy(model))
     assert len(reader.blocks) == DEPTH
     alone = reader.encode(inputs[0])
     encoder = ImageEncoder(reader, max_bytes=1 << 20)
     images = [ImageInput.of(inputs[0])]
-    for number in range(DEPTH):
+    for number in range(DEPTH + 3):
         assert not encoder.is_encoded(images[0].key)
         count = reader.num_tokens(inputs[0])
         encoder.advance(TowerWork(images, limit=count // DEPTH, count=1))
-        assert encoder.is_busy
+        assert encoder.is_busy, number
         # forwards of others meet neither the pauses nor the end of the encoding
         torch.testing.assert_close(reader.encode(inputs[0]).embeds, alone.embeds)
         assert reader._model(torch.tensor([[5, 6, 7]])).logits.shape[1] == 3, number
@@ -59,12 +76,12 @@ def test_layers_of_towers_are_where_encodings_pause(model: PreTrainedModel, inpu
 
 @pytest.fixture
 def layers(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """How many layers of the tower have run up to each step. Steps take what a formula says, so that no machine is too slow."""
+    """How many layers of the tower, and modules beside them, have run up to each step. Steps take what a formula says, so that no machine is too slow."""
     run = [0]
     before = [0]
 
     def seconds(queue: StepQueue, step: LaunchedStep) -> tuple[float, ImageSeconds]:
-        took = LAYER_SECONDS * (run[-1] - before[0])
+        took = PART_SECONDS * (run[-1] - before[0])
         before[0] = run[-1]
         images = 0.0 if step.watch is None else took  # the first image is also encoded when it comes
         return STEP_SECONDS + took, ImageSeconds(images, images)
@@ -73,7 +90,8 @@ def layers(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> Iterator[
         run[-1] += 1
 
     monkeypatch.setattr(StepQueue, "seconds", seconds)
-    hooks = [block.register_forward_hook(count) for block in ImageReader(model).blocks]
+    reader = ImageReader(model)
+    hooks = [each.register_forward_hook(count) for each in (*reader.blocks, *reader._beside_blocks())]
     yield run
     for hook in hooks:
         hook.remove()
@@ -96,7 +114,8 @@ def generated(model: PreTrainedModel, ids: list[int], given: Inputs) -> list[int
 
 
 def layers_beside_text(model: PreTrainedModel, inputs: list[Inputs], layers: list[int]) -> list[int]:
-    """The layers of the tower that ran in each step in which texts decode, once their cost is known."""
+    """The layers of the tower that ran in each step in which texts decode, after the first image that was cut, by
+    whose parts their cost is known."""
     engine = engine_of(model)
     text = SamplingParams(max_tokens=80, temperature=0.0, ignore_eos=True)
     short = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)
@@ -116,17 +135,17 @@ def layers_beside_text(model: PreTrainedModel, inputs: list[Inputs], layers: lis
     for number, each in enumerate(inputs):
         assert answers[str(number)] == generated(model, prompt(each), each)
     engine.check_integrity()
-    return found[28:80]
+    return found[42:80]
 
 
 def test_texts_keep_their_gaps_beside_a_slow_tower(
     model: PreTrainedModel, inputs: list[Inputs], layers: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step has 15 ms: beside 5 of decoding there is time for two layers of 4 ms, which are one of four embeddings."""
+    """A step has 15 ms: beside 5 of decoding there is time for three parts of 3 ms, which are one of four embeddings."""
     monkeypatch.setattr(prompt_share, "MIN_IMAGE_TOKENS", 1)
     found = layers_beside_text(model, inputs, layers)
-    assert max(found) == 2
-    assert sum(found) >= DEPTH * 3
+    assert max(found) == 3
+    assert sum(found) >= (DEPTH + 2) * 3
 
 
 def test_without_slices_texts_wait_for_whole_images(
