@@ -20,7 +20,7 @@ from .bounds.deadline_thread import DeadlineThread
 from .bounds.isolation import Isolation
 from .bounds.json_bounds import JsonBounds
 from .errors import MAX_NAME, MAX_NAMED, RETRY_SECONDS, BadRequest, NotFound, TooManyRequests, Unavailable
-from .observe.metrics import LoopDelay, Metrics, ScrapedText
+from .observe.metrics import EngineLife, LoopDelay, Metrics, ScrapedText
 from .replies import ModelCard
 from .settings import Settings
 from .tokenization import Tokenization
@@ -61,7 +61,7 @@ class Service:
         self.adapters = Adapters(engine, settings)
         self.metrics = Metrics(
             lambda: (self.engine.snapshots(), self.model_name) if self.running else None,
-            lambda: self.death_reason() is not None,
+            self.engine_life,
         )
         self.scraped = ScrapedText(self.metrics.text)
         self.costs = Costs(self.metrics.delayed)
@@ -147,6 +147,13 @@ class Service:
             if not (self.engine.is_alive or self.engine.is_restarting):
                 return "the engine has died"
         return None
+
+    def engine_life(self) -> EngineLife | None:
+        """Whether an engine takes requests, drained or not; None while the model is loaded for the first time."""
+        if self._loading is None or not self._loading.done():
+            return None
+        is_up = self.sickness() is None and not self.engine.is_restarting
+        return EngineLife(is_up, self.engine.num_restarts)
 
     def stall_reason(self) -> str | None:
         """Why an engine that is loaded and has not died does not answer at the moment, or None."""

@@ -76,7 +76,7 @@ class AsyncEngine:
         self._adapters: dict[str, str] = {}  # folders by name
         self._stats: EngineStats | None = None
         self._error: EngineDeadError | None = None
-        self._restarts = 0
+        self.num_restarts = 0  # workers that were started in the place of a dead one
         self._restarting: asyncio.Task[None] | None = None
         self._ended = asyncio.Event()
         self._open = asyncio.Event()  # requests that come while the engine is paused or asleep wait for it
@@ -124,10 +124,10 @@ class AsyncEngine:
     def _handle_death(self, reason: str) -> None:
         """The worker has died: end its requests, and start another worker if the config allows it."""
         allowed = self._source.max_restarts if isinstance(self._source, EngineConfig) else 0
-        restarts = self._restarts < allowed and self._restarting is None
+        restarts = self.num_restarts < allowed and self._restarting is None
         self._end_all(EngineDeadError(f"the engine has ended: {reason}" + ("; it is being restarted" if restarts else "")))
         if restarts:
-            self._restarts += 1
+            self.num_restarts += 1
             self._restarting = asyncio.create_task(self._restart(self.weight_version if self._ready else 0))
         else:
             self._ended.set()
@@ -144,7 +144,7 @@ class AsyncEngine:
         else:
             self._error = None
             text = "the engine has been restarted: restart %d of %d; updates of its weights that are lost: %d"
-            log.warning(text, self._restarts, self.config.max_restarts, weight_version)
+            log.warning(text, self.num_restarts, self.config.max_restarts, weight_version)
         finally:
             self._restarting = None
 

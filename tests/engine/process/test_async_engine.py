@@ -236,6 +236,7 @@ def test_a_dead_process_is_replaced_as_often_as_allowed(model_folder, caplog) ->
                 assert 0 < tier.num_bytes <= 1 << 20, "the host tier has ended with its process, and the next one has its own"
                 assert not ended.done()
         assert "exit code -9" in str(await asyncio.wait_for(ended, 5))
+        assert engine.num_restarts == 1
         await engine.shutdown()
 
     with caplog.at_level(logging.INFO, "fa_serve.engine"):
