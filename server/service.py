@@ -135,17 +135,23 @@ class Service:
         await self._idle.wait()
 
     @property
+    def has_started(self) -> bool:
+        """The model was loaded, whatever has come of its engine since."""
+        loading = self._loading
+        return loading is not None and loading.done() and not loading.cancelled() and loading.exception() is None
+
+    @property
     def running(self) -> bool:
         """The engine is loaded and has not died."""
-        return self._loading is not None and self._loading.done() and self.death_reason() is None
+        return self.has_started and self.death_reason() is None
 
     def death_reason(self) -> str | None:
         """Why this process will never serve again, or None."""
         if self._loading is not None and self._loading.done():
-            if self._loading.cancelled() or self._loading.exception() is not None:
+            if not self.has_started:
                 return "the model could not be loaded"
             if not (self.engine.is_alive or self.engine.is_restarting):
-                return "the engine has died"
+                return f"the engine has died: {self.engine.death_cause}".removesuffix(": ")
         return None
 
     def engine_life(self) -> EngineLife | None:

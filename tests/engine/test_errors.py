@@ -89,6 +89,16 @@ def test_errors_survive_pickling() -> None:
     assert str(RequestError("timeout", "too late")) == "too late"
 
 
+def test_the_cause_of_a_death_quotes_nothing() -> None:
+    """Everybody who can reach the server may read it. The text of an exception may have a prompt in it."""
+    raised = EngineDeadError.of(ValueError("a secret"), "the engine has ended: ValueError: a secret")
+    assert (str(raised), raised.cause) == ("the engine has ended: ValueError: a secret", "it raised ValueError")
+    assert EngineDeadError.of(EngineDeadError("rank 1 of 2 failed: a secret"), "ended").cause == "one of its ranks has failed"
+    assert EngineDeadError.of(raised, "ended").cause == "it raised ValueError"
+    assert pickle.loads(pickle.dumps(raised)).cause == "it raised ValueError"
+    assert EngineDeadError("the engine was shut down").cause == ""
+
+
 def test_the_tree() -> None:
     assert issubclass(ParameterError, FaServeError)
     assert issubclass(QueueFullError, FaServeError)

@@ -55,6 +55,7 @@ class FakeEngine:
     is_alive = True
     is_restarting = False
     num_restarts = 0
+    death_cause = ""
     eos_ids: frozenset[int] = frozenset()
     adapters: tuple[str, ...] = ()
     config = EngineConfig()

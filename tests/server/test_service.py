@@ -125,7 +125,12 @@ async def test_an_engine_that_has_died(serving, engine, restarting, health):
     async with serving() as client:
         engine.is_alive = False
         engine.is_restarting = restarting
-        assert (await client.get("/health")).status_code == health
+        engine.death_cause = "its process ended with exit code -9"
+        response = await client.get("/health")
+        assert response.status_code == health
+        assert restarting or response.json()["error"]["message"] == (
+            "The server is dead: the engine has died: its process ended with exit code -9."
+        )
         for response in (await client.get("/ready"), await client.post("/v1/completions", json=TEXT)):
             assert response.status_code == 503
             assert ("restarted" in response.text) == restarting

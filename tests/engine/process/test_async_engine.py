@@ -227,9 +227,11 @@ def test_a_dead_process_is_replaced_as_often_as_allowed(model_folder, caplog) ->
             assert end.error.message.endswith("; it is being restarted") == (death == 0)
             with pytest.raises(EngineDeadError, match="exit code -9"):
                 await collect(engine, [1])
+            assert engine.death_cause == "its process ended with exit code -9"
             await until(lambda: "fa_serve-engine-write" not in [thread.name for thread in threading.enumerate()])
             if death == 0:
                 await until(lambda: engine.is_alive, 120)
+                assert engine.death_cause == ""
                 tokens = [t for output in await collect(engine, [7, 5]) for t in output.token_ids]
                 assert tokens == greedy(make_model(), [7, 5], 12)
                 tier = engine.stats().host_tier
