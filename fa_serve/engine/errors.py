@@ -58,12 +58,12 @@ class EngineDeadError(FaServeError, RuntimeError):
         super().__init__(message)
         self.cause = cause
 
-    @classmethod
-    def of(cls, error: BaseException, message: str) -> EngineDeadError:
-        """The error for an engine that another error has ended."""
-        if not isinstance(error, EngineDeadError):
-            return cls(message, f"it raised {type(error).__name__}")
-        return cls(message, error.cause or "one of its ranks has failed")
+
+def cause_of(error: BaseException) -> str:
+    """The `cause` of the death of an engine that an error has ended."""
+    if not isinstance(error, EngineDeadError):
+        return f"it raised {type(error).__name__}"
+    return error.cause or "one of its ranks has failed"
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from fa_serve.engine.config import EngineConfig
-from fa_serve.engine.errors import EngineDeadError, RequestError
+from fa_serve.engine.errors import EngineDeadError, RequestError, cause_of
 from fa_serve.engine.events import OnPhase
 from fa_serve.engine.images.prompt import ImageInput
 from fa_serve.engine.parallel.follower_main import follow_if_told
@@ -119,8 +119,8 @@ class AsyncEngine:
         """The worker has died: end its requests, and start another worker if the config allows it."""
         allowed = self._source.max_restarts if isinstance(self._source, EngineConfig) else 0
         restarts = self.num_restarts < allowed and self._restarting is None
-        message = f"the engine has ended: {death}" + ("; it is being restarted" if restarts else "")
-        self._end_all(EngineDeadError.of(death, message))
+        more = "; it is being restarted" if restarts else ""
+        self._end_all(EngineDeadError(f"the engine has ended: {death}{more}", death.cause))
         if restarts:
             self.num_restarts += 1
             self._restarting = asyncio.create_task(self._restart(self.weight_version if self._ready else 0))
@@ -133,7 +133,7 @@ class AsyncEngine:
             await self._start()
             await self._restore(adapters)
         except Exception as error:
-            self._error = EngineDeadError.of(error, f"the engine has ended and could not be restarted: {error}")
+            self._error = EngineDeadError(f"the engine has ended and could not be restarted: {error}", cause_of(error))
             log.exception("the engine could not be restarted")
             self._ended.set()
         else:

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from fa_serve.engine.config import EngineConfig
-from fa_serve.engine.errors import EngineDeadError
+from fa_serve.engine.errors import EngineDeadError, cause_of
 from fa_serve.engine.events import OnPhase, Phase, log_phase
 from fa_serve.engine.process.engine_loop import Commands, EngineLoop, Message, StepOutputs, import_engine, ready_of
 from fa_serve.engine.process.engine_process import drop_process, take_process
@@ -247,4 +247,5 @@ class ProcessWorker:
 
 
 def _death_of(error: BaseException) -> EngineDeadError:
-    return EngineDeadError.of(error, str(error) if isinstance(error, EngineDeadError) else f"{type(error).__name__}: {error}")
+    reason = str(error) if isinstance(error, EngineDeadError) else f"{type(error).__name__}: {error}"
+    return EngineDeadError(reason, cause_of(error))

@@ -248,6 +248,25 @@ def test_a_dead_process_is_replaced_as_often_as_allowed(model_folder, caplog) ->
     assert not multiprocessing.active_children()
 
 
+def test_a_restart_that_fails_is_the_end(monkeypatch) -> None:
+    """Its error is the cause then, without its text, which is in the message."""
+
+    async def main() -> None:
+        async def fail() -> None:
+            raise ValueError("a secret")
+
+        engine = AsyncEngine(EngineConfig(device="cpu", max_restarts=2))
+        monkeypatch.setattr(engine, "_start", fail)
+        engine._handle_death(EngineDeadError("its process ended with exit code -9", "its process ended with exit code -9"))
+        assert (engine.is_restarting, engine.num_restarts) == (True, 1)
+        assert engine.death_cause == "its process ended with exit code -9"
+        error = await asyncio.wait_for(engine.ended(), 5)
+        assert str(error) == "the engine has ended and could not be restarted: a secret"
+        assert (engine.death_cause, engine.is_alive, engine.num_restarts) == ("it raised ValueError", False, 1)
+
+    asyncio.run(main())
+
+
 @pytest.mark.usefixtures("warm_engine_processes")
 def test_an_engine_that_is_started_again_has_the_adapters_of_the_dead_one(model_folder, tmp_path) -> None:
     """What its settings name may have been replaced or unloaded since, and would answer in the place of what was asked for."""
