@@ -16,7 +16,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Mapping
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin
 
@@ -43,6 +43,7 @@ FOREIGN_FLAGS = {
     "--cpu-offload-gb": "--quantization fp8, a quantised checkpoint or --tensor-parallel: weights are on the GPU",
     "--data-parallel-size": "fa-serve ray --replicas",
     "--disable-log-requests": "nothing: prompts and answers are never logged. --log-level warning leaves the access log out",
+    "--disable-log-stats": "nothing: no statistics are logged, and /metrics has them",
     "--download-dir": "HF_HOME in the environment",
     "--enable-auto-tool-choice": "nothing: tools are always offered",
     "--enable-chunked-prefill": "nothing: long prompts are always divided; --max-num-batched-tokens bounds a step",
@@ -66,6 +67,7 @@ FOREIGN_FLAGS = {
     "--ssl-keyfile": "a reverse proxy, to which TLS belongs (docs/deployment.md)",
     "--swap-space": "--kv-host-memory, which keeps evicted pages for later prompts: preempted requests are computed again",
     "--tensor-parallel-size": "--tensor-parallel",
+    "--tokenizer": "a folder with the model's files, in which those of the tokenizer are replaced",
     "--tokenizer-revision": "--revision, which holds for all files of the model",
     "--uvicorn-log-level": "--log-level",
 }
@@ -81,12 +83,19 @@ FOREIGN_VALUES = {
     ("--dtype", "half"): "--dtype float16",
     ("--dtype", "float"): "--dtype float32",
     ("--generation-config", "vllm"): "--generation-config none",
+    **{("--kv-cache-dtype", kind): "--kv-cache-dtype fp8, which is float8_e4m3fn" for kind in ("fp8_e4m3", "fp8_e5m2")},
+    **{
+        ("--kv-cache-dtype", kind): f"--dtype {kind}: without --kv-cache-dtype, the cache has the numbers of the model"
+        for kind in ("bfloat16", "float16")
+    },
     **{
         ("--quantization", kind): "no --quantization: the files of a quantised checkpoint say what they are"
         for kind in ("awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors", "bitsandbytes", "modelopt")
     },
 }
 """Values of flags that vLLM has and we have not, and what takes their place."""
+NAMES = "--served-model-name"
+"""A flag that takes several words in vLLM, and one here."""
 
 
 class PlainHelp(TyperCommand):
@@ -136,7 +145,18 @@ class EngineCommand(PlainHelp):
                 ctx.fail(f"No such option: {flag}. Use {remedy}")
             if (flag, value) in FOREIGN_VALUES:
                 ctx.fail(f"{flag} {value} is a value of vLLM. Use {FOREIGN_VALUES[flag, value]}")
+        self._require_one_name(ctx, args)
         return super().parse_args(ctx, args)
+
+    def _require_one_name(self, ctx: Any, args: list[str]) -> None:
+        """End the command for several names of the model. The second word may be the model, unless that stands elsewhere."""
+        if NAMES not in args:
+            return
+        behind = args[args.index(NAMES) + 1 :]
+        names = list(takewhile(lambda argument: not argument.startswith("-"), behind))
+        if len(names) > 1 and self.make_parser(ctx).parse_args(args=[*args])[1]:  # words that nothing takes
+            given = " ".join(names)
+            ctx.fail(f"{NAMES} takes one name, got {given}. Use {NAMES} {names[0]}, and let clients ask for that name")
 
 
 def _undivided(text: str) -> str:

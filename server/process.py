@@ -153,7 +153,7 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Python's signal handler, which may only set flags and wake the event loop."""
-        if self._service.draining or not self._service.running:
+        if self._service.draining or not self._service.has_started:
             self._end(128 + sig)  # the first process of a container does not get a signal's default action
         self._service.draining = True
         self._end_after(self._drain_timeout + END_SECONDS, 128 + sig)

@@ -20,7 +20,7 @@ from .bounds.deadline_thread import DeadlineThread
 from .bounds.isolation import Isolation
 from .bounds.json_bounds import JsonBounds
 from .errors import MAX_NAME, MAX_NAMED, RETRY_SECONDS, BadRequest, NotFound, TooManyRequests, Unavailable
-from .observe.metrics import LoopDelay, Metrics, ScrapedText
+from .observe.metrics import EngineLife, LoopDelay, Metrics, ScrapedText
 from .replies import ModelCard
 from .settings import Settings
 from .tokenization import Tokenization
@@ -61,7 +61,7 @@ class Service:
         self.adapters = Adapters(engine, settings)
         self.metrics = Metrics(
             lambda: (self.engine.snapshots(), self.model_name) if self.running else None,
-            lambda: self.death_reason() is not None,
+            self.engine_life,
         )
         self.scraped = ScrapedText(self.metrics.text)
         self.costs = Costs(self.metrics.delayed)
@@ -135,18 +135,31 @@ class Service:
         await self._idle.wait()
 
     @property
+    def has_started(self) -> bool:
+        """The model was loaded, whatever has come of its engine since."""
+        loading = self._loading
+        return loading is not None and loading.done() and not loading.cancelled() and loading.exception() is None
+
+    @property
     def running(self) -> bool:
         """The engine is loaded and has not died."""
-        return self._loading is not None and self._loading.done() and self.death_reason() is None
+        return self.has_started and self.death_reason() is None
 
     def death_reason(self) -> str | None:
         """Why this process will never serve again, or None."""
         if self._loading is not None and self._loading.done():
-            if self._loading.cancelled() or self._loading.exception() is not None:
+            if not self.has_started:
                 return "the model could not be loaded"
             if not (self.engine.is_alive or self.engine.is_restarting):
-                return "the engine has died"
+                return f"the engine has died: {self.engine.death_cause}".removesuffix(": ")
         return None
+
+    def engine_life(self) -> EngineLife | None:
+        """Whether an engine takes requests, drained or not; None while the model is loaded for the first time."""
+        if self._loading is None or not self._loading.done():
+            return None
+        is_up = self.sickness() is None and not self.engine.is_restarting
+        return EngineLife(is_up, self.engine.num_restarts)
 
     def stall_reason(self) -> str | None:
         """Why an engine that is loaded and has not died does not answer at the moment, or None."""

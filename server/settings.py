@@ -257,7 +257,10 @@ class Settings(BaseSettings):
         1024, "Maximum number of sequences that wait beyond the running ones; more get a 429.", "Limits", ge=0
     )
     max_per_key: int | None = _option(
-        None, "Maximum number of sequences in flight for one API key; by default no limit.", "Limits", ge=1
+        None,
+        "Maximum number of sequences in flight for one API key; without keys, for all clients together. By default no limit.",
+        "Limits",
+        ge=1,
     )
     max_key_share: float = _option(
         0.9,

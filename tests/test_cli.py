@@ -162,6 +162,18 @@ def given(*arguments, monkeypatch, **environment):
         ),
         (("--dtype", "half"), "--dtype half is a value of vLLM. Use --dtype float16\n"),
         (("--generation-config=vllm",), "--generation-config vllm is a value of vLLM. Use --generation-config none\n"),
+        (("--kv-cache-dtype", "fp8_e4m3"), "--kv-cache-dtype fp8_e4m3 is a value of vLLM. Use --kv-cache-dtype fp8, which is"),
+        (("--kv-cache-dtype=bfloat16",), "--kv-cache-dtype bfloat16 is a value of vLLM. Use --dtype bfloat16: without"),
+        (
+            ("--tokenizer", "org/other"),
+            "No such option: --tokenizer. Use a folder with the model's files, in which",
+        ),
+        (("--disable-log-stats",), "--disable-log-stats. Leave it out: no statistics are logged, and /metrics has them\n"),
+        (
+            ("org/model", "--served-model-name", "a", "b"),
+            "--served-model-name takes one name, got a b. Use --served-model-name a",
+        ),
+        (("--served-model-name", "a", "b", "c"), "--served-model-name takes one name, got a b c. Use --served-model-name a,"),
         (("--quantization", "awq"), "--quantization awq is a value of vLLM. Use no --quantization: the files of a quantised"),
     ],
 )
@@ -171,6 +183,11 @@ def test_a_flag_of_vllm_is_refused_with_what_takes_its_place(command, arguments,
     assert result.exit_code == 2
     assert said in result.stderr
     assert "secret" not in result.stderr
+
+
+def test_a_model_may_stand_behind_its_name(monkeypatch):
+    settings = given("--served-model-name", "a", "org/model", "--eager", monkeypatch=monkeypatch)
+    assert (settings.served_model_name, settings.model, settings.eager) == ("a", "org/model", True)
 
 
 @pytest.mark.parametrize("command", ["chat", "bench", "info", "doctor"])

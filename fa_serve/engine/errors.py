@@ -9,8 +9,8 @@
     └── EngineDeadError        the engine has ended and computes nothing any more
     RequestError               not an exception: why a request that had been accepted ended with finish_reason "error"
 
-Programs read `ParameterError.field`, `ParameterError.code` and `RequestError.code`. Messages are for people, and rewording one
-changes nothing else.
+Programs read `ParameterError.field`, `ParameterError.code`, `RequestError.code` and `EngineDeadError.cause`. Messages are for
+people, and rewording one changes nothing else.
 """
 
 from __future__ import annotations
@@ -48,7 +48,22 @@ class WeightTransferError(FaServeError, RuntimeError):
 
 
 class EngineDeadError(FaServeError, RuntimeError):
-    """The engine has ended. The message says why."""
+    """The engine has ended. The message says why.
+
+    cause: the same for everybody who can reach the server, so it has nothing of a request: exit codes and the names of classes.
+           Empty if the engine did not die
+    """
+
+    def __init__(self, message: str = "", cause: str = "") -> None:
+        super().__init__(message)
+        self.cause = cause
+
+
+def cause_of(error: BaseException) -> str:
+    """The `cause` of the death of an engine that an error has ended."""
+    if not isinstance(error, EngineDeadError):
+        return f"it raised {type(error).__name__}"
+    return error.cause or "one of its ranks has failed"
 
 
 @dataclass(frozen=True, slots=True)

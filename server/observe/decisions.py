@@ -109,6 +109,7 @@ def _model(settings: Settings, engine: AsyncEngine) -> str:
 def _access(settings: Settings) -> str:
     where = "this machine alone" if settings.host in LOCAL else f"every machine that reaches {settings.host}"
     keys = len(settings.all_keys)
+    administrator = f"{'no' if settings.admin_key is None else 'an'} administrator's key (FA_SERVE_ADMIN_KEY)"
     if keys:
-        return f"{keys} API key{'s' if keys > 1 else ''}, {where}"
-    return f"no API key (FA_SERVE_API_KEYS), {where} (--host)"
+        return f"{keys} API key{'s' if keys > 1 else ''}, {administrator}, {where}"
+    return f"no API key (FA_SERVE_API_KEYS), {administrator}, {where} (--host)"

@@ -15,7 +15,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -43,21 +43,28 @@ DELAY_INTERVAL = 0.05  # seconds between two looks at the event loop
 TOKENS = tuple(float(2**power) for power in range(18))
 
 
+class EngineLife(NamedTuple):
+    """is_up: whether there is an engine that takes requests; num_restarts: how often another one was started for a dead one"""
+
+    is_up: bool
+    num_restarts: int = 0
+
+
 class Metrics(Collector):
     """`snapshot` returns the statistics of each engine, by the name of its replica, and the model's name.
 
     The name is None where there is one engine, which is no replica. `snapshot` returns None while no engine is running.
 
-    is_dead: whether none will run again
+    life: what is known of the engine; None while the model is loaded for the first time
     """
 
     def __init__(
         self,
         snapshot: Callable[[], tuple[Mapping[str | None, EngineStats], str] | None],
-        is_dead: Callable[[], bool] = lambda: False,
+        life: Callable[[], EngineLife | None] = lambda: EngineLife(is_up=True),
     ):
         self._snapshot = snapshot
-        self._is_dead = is_dead
+        self._life = life
         self.tracer: Tracer | None = None
         self._registry = CollectorRegistry()
         self._registry.register(self)
@@ -121,12 +128,18 @@ class Metrics(Collector):
         dropped.add_metric([], num_dropped())
         yield dropped
         found = self._snapshot()
-        is_dead = self._is_dead()
-        if found is not None or is_dead:
-            about = "1, or 0 when the engine has died for good or the model could not be loaded; missing while it is loaded."
+        life = self._life()
+        if life is not None:
+            about = (
+                "1, or 0 while no engine takes requests: it is dead, stalled or being restarted, or the model could not be "
+                "loaded; missing while the model is loaded for the first time."
+            )
             up = GaugeMetricFamily(f"{PREFIX}engine_up", about)
-            up.add_metric([], 0 if is_dead else 1)
+            up.add_metric([], int(life.is_up))
             yield up
+            restarts = CounterMetricFamily(f"{PREFIX}engine_restarts", "Engines that were started in the place of a dead one.")
+            restarts.add_metric([], life.num_restarts)
+            yield restarts
         if found is None:
             return
         snapshots, model = found

@@ -18,7 +18,7 @@ from fa_serve.engine import (
     SamplingParams,
     StructuredOutput,
 )
-from fa_serve.engine.errors import RequestErrorCode
+from fa_serve.engine.errors import RequestErrorCode, cause_of
 from fa_serve.spec import FaServeError, ParameterCode, ParameterError
 
 BAD_REQUESTS = [
@@ -87,6 +87,16 @@ def test_errors_survive_pickling() -> None:
         again = pickle.loads(pickle.dumps(error))
         assert (type(again), str(again)) == (type(error), str(error))
     assert str(RequestError("timeout", "too late")) == "too late"
+
+
+def test_the_cause_of_a_death_quotes_nothing() -> None:
+    """Everybody who can reach the server may read it. The text of an exception may have a prompt in it."""
+    assert cause_of(ValueError("a secret")) == "it raised ValueError"
+    assert cause_of(EngineDeadError("rank 1 of 2 failed: a secret")) == "one of its ranks has failed"
+    raised = EngineDeadError("the engine has ended: ValueError: a secret", "it raised ValueError")
+    assert cause_of(raised) == "it raised ValueError"
+    assert pickle.loads(pickle.dumps(raised)).cause == "it raised ValueError"
+    assert EngineDeadError("the engine was shut down").cause == ""
 
 
 def test_the_tree() -> None:

@@ -54,6 +54,8 @@ class FakeEngine:
     max_model_len = 64
     is_alive = True
     is_restarting = False
+    num_restarts = 0
+    death_cause = ""
     eos_ids: frozenset[int] = frozenset()
     adapters: tuple[str, ...] = ()
     config = EngineConfig()

@@ -160,6 +160,35 @@ def test_prometheus():
     assert done.returncode == 0, done.stderr
 
 
+def test_alerts_of_an_engine(tmp_path):
+    """One that is away for a minute, and one that was replaced in time."""
+
+    def alert(minute, name, instance, severity):
+        labels = {"instance": instance, "severity": severity}
+        return {"eval_time": minute, "alertname": name, "exp_alerts": [{"exp_labels": labels}] if severity else []}
+
+    groups = yaml.safe_load((DEPLOY / "prometheus" / "alerts.yml").read_text())
+    for rule in groups["groups"][0]["rules"]:
+        rule["annotations"] = {}
+    (tmp_path / "alerts.yml").write_text(yaml.safe_dump(groups))
+    series = {
+        'fa_serve:engine_up{instance="gone"}': "1 0x4",
+        'fa_serve:engine_restarts_total{instance="gone"}': "0x5",
+        'fa_serve:engine_up{instance="back"}': "1 0 1x3",
+        'fa_serve:engine_restarts_total{instance="back"}': "0 1x4",
+    }
+    expected = [
+        alert("1m", "FaServeEngineDead", "gone", None),
+        alert("3m", "FaServeEngineDead", "gone", "critical"),
+        alert("3m", "FaServeEngineRestarts", "back", "warning"),
+    ]
+    inputs = [{"series": name, "values": values} for name, values in series.items()]
+    tests = [{"interval": "1m", "input_series": inputs, "alert_rule_test": expected}]
+    (tmp_path / "tests.yml").write_text(yaml.safe_dump({"rule_files": ["alerts.yml"], "tests": tests}))
+    done = run(program("promtool"), "test", "rules", "tests.yml", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_kubernetes():
     documents = list(yaml.safe_load_all((DEPLOY / "kubernetes" / "fa-serve.yaml").read_text()))
     for document in documents:

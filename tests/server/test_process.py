@@ -112,6 +112,20 @@ async def test_what_does_not_end_within_the_drain_is_cut_off_with_an_error(engin
     assert server.failure is None
 
 
+def test_a_server_whose_engine_has_died_says_why_and_ends_cleanly(start_server):
+    """Nothing is left to drain, so SIGTERM ends it at once, as it ends one that serves: with 0."""
+    served = start_server("--process")
+    try:
+        os.kill(engine_of(served.process.pid), signal.SIGKILL)
+        eventually(lambda: httpx.get(f"{served.url}/health").status_code == 503)
+        said = httpx.get(f"{served.url}/health").json()["error"]["message"]
+        assert said == "The server is dead: the engine has died: its process ended with exit code -9."
+        served.process.send_signal(signal.SIGTERM)
+        assert served.process.wait(10) == 0
+    finally:
+        served.end()
+
+
 def test_a_port_in_use_is_known_before_anything_is_loaded(engine):
     started = []
     engine.start = started.append

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import re
 import threading
 import time
 
@@ -9,6 +10,7 @@ import httpx
 import pytest
 from fa_serve.server.app import create_app
 from fa_serve.server.errors import TooManyRequests
+from fa_serve.server.observe.metrics import ScrapedText
 from fa_serve.server.settings import Settings
 
 from fa_serve.engine.process.parent import Pulse
@@ -103,9 +105,19 @@ async def test_not_ready_while_loading(engine):
         metrics = await client.get("/metrics")
         assert metrics.status_code == 200
         assert "fa_serve:engine_up " not in metrics.text, "a long start is no death"
+        assert "fa_serve:engine_restarts_total " not in metrics.text
         loading.set()
         await app.state.service.loaded()
         assert (await client.get("/ready")).status_code == 200
+
+
+async def life_in_metrics(client):
+    """What /metrics has about the engine's life, by the rest of the names."""
+    client.service.scraped = ScrapedText(client.service.metrics.text)  # a text is kept for a moment
+    text = (await client.get("/metrics")).text
+    return {
+        name: float(value) for name, value in re.findall(r"^fa_serve:engine_(up|restarts_total) (\S+)$", text, re.MULTILINE)
+    }
 
 
 @pytest.mark.parametrize(("restarting", "health"), [(False, 503), (True, 200)], ids=["for good", "another is loaded"])
@@ -113,15 +125,25 @@ async def test_an_engine_that_has_died(serving, engine, restarting, health):
     async with serving() as client:
         engine.is_alive = False
         engine.is_restarting = restarting
-        assert (await client.get("/health")).status_code == health
+        engine.death_cause = "its process ended with exit code -9"
+        response = await client.get("/health")
+        assert response.status_code == health
+        assert restarting or response.json()["error"]["message"] == (
+            "The server is dead: the engine has died: its process ended with exit code -9."
+        )
         for response in (await client.get("/ready"), await client.post("/v1/completions", json=TEXT)):
             assert response.status_code == 503
             assert ("restarted" in response.text) == restarting
-        up = f"fa_serve:engine_up {1.0 if restarting else 0.0}\n"
-        assert up in (await client.get("/metrics")).text, "the process that answers is up, whatever its engine is"
+        assert await life_in_metrics(client) == {"up": 0, "restarts_total": 0}, (
+            "the process that answers is up, its engine is not"
+        )
         engine.is_alive = True
         engine.is_restarting = False
+        engine.num_restarts = 1
         assert (await client.get("/ready")).status_code == 200
+        assert await life_in_metrics(client) == {"up": 1, "restarts_total": 1}
+        client.service.draining = True
+        assert (await life_in_metrics(client))["up"] == 1, "a drain is no death"
 
 
 @pytest.mark.parametrize(
@@ -137,9 +159,11 @@ async def test_an_engine_that_does_not_answer(serving, engine, pulse, said):
         ]:
             assert response.status_code == 503
             assert said in response.json()["error"]["message"]
+        assert (await life_in_metrics(client))["up"] == 0
         assert client.service.running, "it may answer again, so SIGTERM still drains"
         engine.beats = Pulse(silent_seconds=4, busy_seconds=59)
         assert (await client.get("/health")).status_code == (await client.get("/ready")).status_code == 200
+        assert (await life_in_metrics(client))["up"] == 1
 
 
 async def test_a_model_that_fails_to_load(engine):

@@ -20,11 +20,12 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from fa_serve.engine.config import EngineConfig
-from fa_serve.engine.errors import EngineDeadError, RequestError
+from fa_serve.engine.errors import EngineDeadError, RequestError, cause_of
 from fa_serve.engine.events import OnPhase
 from fa_serve.engine.images.prompt import ImageInput
 from fa_serve.engine.parallel.follower_main import follow_if_told
@@ -76,7 +77,7 @@ class AsyncEngine:
         self._adapters: dict[str, str] = {}  # folders by name
         self._stats: EngineStats | None = None
         self._error: EngineDeadError | None = None
-        self._restarts = 0
+        self.num_restarts = 0  # workers that were started in the place of a dead one
         self._restarting: asyncio.Task[None] | None = None
         self._ended = asyncio.Event()
         self._open = asyncio.Event()  # requests that come while the engine is paused or asleep wait for it
@@ -98,14 +99,7 @@ class AsyncEngine:
 
     async def _start(self) -> None:
         loop = asyncio.get_running_loop()
-
-        def on_outputs(step: StepOutputs) -> None:
-            _call(loop, self._deliver, step)
-
-        def on_death(reason: str) -> None:
-            _call(loop, self._handle_death, reason)
-
-        self._worker = self._make_worker(on_outputs, on_death)
+        self._worker = self._make_worker(partial(_call, loop, self._deliver), partial(_call, loop, self._handle_death))
         ready = await asyncio.to_thread(self._worker.start)
         assert ready.config.max_model_len is not None
         self.reader = PromptReader(ready.tokenizer, ready.vocab_size, ready.config.max_model_len)
@@ -121,13 +115,14 @@ class AsyncEngine:
             return ProcessWorker(source, on_outputs, on_death, self._on_phase)
         return ThreadWorker(source, on_outputs, on_death, self._on_phase)
 
-    def _handle_death(self, reason: str) -> None:
+    def _handle_death(self, death: EngineDeadError) -> None:
         """The worker has died: end its requests, and start another worker if the config allows it."""
         allowed = self._source.max_restarts if isinstance(self._source, EngineConfig) else 0
-        restarts = self._restarts < allowed and self._restarting is None
-        self._end_all(EngineDeadError(f"the engine has ended: {reason}" + ("; it is being restarted" if restarts else "")))
+        restarts = self.num_restarts < allowed and self._restarting is None
+        more = "; it is being restarted" if restarts else ""
+        self._end_all(EngineDeadError(f"the engine has ended: {death}{more}", death.cause))
         if restarts:
-            self._restarts += 1
+            self.num_restarts += 1
             self._restarting = asyncio.create_task(self._restart(self.weight_version if self._ready else 0))
         else:
             self._ended.set()
@@ -138,13 +133,13 @@ class AsyncEngine:
             await self._start()
             await self._restore(adapters)
         except Exception as error:
-            self._error = EngineDeadError(f"the engine has ended and could not be restarted: {error}")
+            self._error = EngineDeadError(f"the engine has ended and could not be restarted: {error}", cause_of(error))
             log.exception("the engine could not be restarted")
             self._ended.set()
         else:
             self._error = None
             text = "the engine has been restarted: restart %d of %d; updates of its weights that are lost: %d"
-            log.warning(text, self._restarts, self.config.max_restarts, weight_version)
+            log.warning(text, self.num_restarts, self.config.max_restarts, weight_version)
         finally:
             self._restarting = None
 
@@ -191,6 +186,11 @@ class AsyncEngine:
     def is_alive(self) -> bool:
         """Whether the engine takes requests."""
         return self._ready is not None and self._error is None
+
+    @property
+    def death_cause(self) -> str:
+        """Why the engine is not alive, for everybody: the `cause` of its `EngineDeadError`; empty if it did not die."""
+        return "" if self._error is None else self._error.cause
 
     @property
     def is_restarting(self) -> bool:

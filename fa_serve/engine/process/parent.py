@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from fa_serve.engine.config import EngineConfig
-from fa_serve.engine.errors import EngineDeadError
+from fa_serve.engine.errors import EngineDeadError, cause_of
 from fa_serve.engine.events import OnPhase, Phase, log_phase
 from fa_serve.engine.process.engine_loop import Commands, EngineLoop, Message, StepOutputs, import_engine, ready_of
 from fa_serve.engine.process.engine_process import drop_process, take_process
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("fa_serve.engine")
 
 OnOutputs = Callable[[StepOutputs], None]
-OnDeath = Callable[[str], None]
+OnDeath = Callable[[EngineDeadError], None]
 STOP_SECONDS = 30
 """How long the worker may take by default for the step that it is in before it is killed."""
 
@@ -126,7 +126,7 @@ class ThreadWorker:
             loop.run()
         except BaseException as error:
             log.exception("the engine has ended")
-            self._on_death(_reason(error))
+            self._on_death(_death_of(error))
 
 
 class ProcessWorker:
@@ -212,7 +212,7 @@ class ProcessWorker:
             self._pass_on(item)
         self._process.join()
         how = "was stopped" if self._stopping else f"ended with exit code {self._process.exitcode}"
-        raise RuntimeError(f"the engine's process {how} while it was loading the model")
+        raise EngineDeadError(f"the engine's process {how} while it was loading the model", f"its next process {how}")
 
     def _pass_on(self, item: Phase | logging.LogRecord) -> None:
         if isinstance(item, logging.LogRecord):
@@ -239,11 +239,13 @@ class ProcessWorker:
         self._process.join()
         self._commands.put(None)  # ends the thread that writes to the process
         if error is not None:
-            self._on_death(_reason(error))
+            self._on_death(_death_of(error))
         elif not self._stopping:
             log.error("the engine has ended: its process ended with exit code %s", self._process.exitcode)
-            self._on_death(f"its process ended with exit code {self._process.exitcode}")
+            reason = f"its process ended with exit code {self._process.exitcode}"
+            self._on_death(EngineDeadError(reason, reason))
 
 
-def _reason(error: BaseException) -> str:
-    return str(error) if isinstance(error, EngineDeadError) else f"{type(error).__name__}: {error}"
+def _death_of(error: BaseException) -> EngineDeadError:
+    reason = str(error) if isinstance(error, EngineDeadError) else f"{type(error).__name__}: {error}"
+    return EngineDeadError(reason, cause_of(error))

@@ -10,7 +10,8 @@ two streams, so that one buffer is packed while the other one is copied. Neither
 begin after the steps that are launched already. On a CPU the same is done at once.
 
 The host's memory is pinned by a thread, piece by piece, because that takes seconds for each 10 GiB. The tier gets it as it
-comes. If the machine has less, the tier stays smaller, with a warning. Memory is mapped and registered here, because PyTorch's
+comes. If the machine has less, the tier stays smaller, with a warning. On a CPU the system hands out memory when it is written
+first, so all that has been promised counts as taken. Memory is mapped and registered here, because PyTorch's
 pinned allocator rounds sizes up to powers of two. It goes with the process. Left out: which rows are copied when.
 """
 
@@ -56,14 +57,23 @@ class HostMemory:
 
     tensors:   gives the tensors, which may be allocated anew between two copies; (num_rows, ...) each
     num_bytes: of the host's memory at most
-    name:      of the rows, for the name of the thread
+    name:      of the rows, for the name of the thread and the warning
+    promised:  bytes of the host's memory that others will write to and may not have written to yet
 
     Raises ValueError if rows cannot be copied as they lie (`ops.RowTable`), and torch.OutOfMemoryError without room for
     buffers.
     """
 
-    def __init__(self, tensors: Callable[[], Sequence[Tensor]], num_bytes: int, device: torch.device, name: str = "") -> None:
+    def __init__(
+        self,
+        tensors: Callable[[], Sequence[Tensor]],
+        num_bytes: int,
+        device: torch.device,
+        name: str = "rows",
+        promised: int = 0,
+    ) -> None:
         self._tensors = tensors
+        self._name = name
         self._device = device
         self._known: list[tuple[int, int]] = []
         self._table: ops.RowTable | None = None
@@ -81,9 +91,7 @@ class HostMemory:
             self._thread = threading.Thread(target=self._pin, args=(num_bytes,), name=f"fa-serve-pin-{name}", daemon=True)
             self._thread.start()
         else:
-            for size in self._piece_sizes(num_bytes):
-                self._pieces.append(torch.empty(size, self.row_bytes // 8, dtype=torch.int64))
-                self.num_slots += size
+            self._allocate(num_bytes, promised)
 
     def to_host(self, rows: Sequence[int], slots: Sequence[int]) -> Copying:
         """As `HostCopies` says."""
@@ -123,6 +131,15 @@ class HostMemory:
             yield min(left, self._slots_of_piece)
             left -= self._slots_of_piece
 
+    def _allocate(self, num_bytes: int, promised: int) -> None:
+        """Take the memory on a CPU. promised: bytes that count as taken before it"""
+        for size in self._piece_sizes(num_bytes):
+            if reason := _room_reason(promised + (self.num_slots + size) * self.row_bytes):
+                self._warn(num_bytes, reason)
+                return
+            self._pieces.append(torch.empty(size, self.row_bytes // 8, dtype=torch.int64))
+            self.num_slots += size
+
     def _pin(self, num_bytes: int) -> None:
         """Map and pin the memory. Runs in a thread."""
         if self._device.index is not None:  # without a number it is the device that every thread begins with
@@ -132,20 +149,25 @@ class HostMemory:
                 return
             reason = self._pin_piece(size)
             if reason:
-                log.warning(
-                    "the host tier of the KV cache has %.4g GiB instead of %.4g GiB, because %s",
-                    self.num_slots * self.row_bytes / 2**30,
-                    num_bytes / 2**30,
-                    reason,
-                )
+                self._warn(num_bytes, reason)
                 return
+
+    def _warn(self, num_bytes: int, reason: str) -> None:
+        """Say that there is less than `num_bytes`."""
+        log.warning(
+            "kv_host_memory is more than there is: the host tier of the KV cache has %.4g GiB for %s instead of %.4g GiB, "
+            "because %s",
+            self.num_slots * self.row_bytes / 2**30,
+            self._name,
+            num_bytes / 2**30,
+            reason,
+        )
 
     def _pin_piece(self, size: int) -> str:
         """Add a piece of so many slots. Returns why that is not possible, or nothing."""
         num_bytes = size * self.row_bytes
-        room = reclaimable_memory()
-        if num_bytes + SPARE_BYTES > room:
-            return f"{room / 2**30:.4g} GiB of the machine's memory are available"
+        if reason := _room_reason(num_bytes):
+            return reason
         try:
             memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             with suppress(AttributeError, OSError):  # large pages are pinned faster
@@ -208,6 +230,14 @@ class HostMemory:
             self._table = ops.RowTable(tensors)
             self._known = known
         return self._table
+
+
+def _room_reason(num_bytes: int) -> str:
+    """Why the machine does not have so many bytes more for the tier, or nothing."""
+    room = reclaimable_memory()
+    if num_bytes + SPARE_BYTES <= room:
+        return ""
+    return f"{room / 2**30:.4g} GiB of the machine's memory are available, of which {SPARE_BYTES / 2**30:.4g} GiB stay free"
 
 
 def _cudart() -> Any:

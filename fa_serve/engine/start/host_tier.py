@@ -67,13 +67,15 @@ def open_host_tier(
     opened: list[HostMemory] = []
     try:
         num_bytes = _shares(config.kv_host_memory, page_tensors(), state_tensors())
-        opened.append(HostMemory(page_tensors, num_bytes[0], runner.device, "pages"))
+        promised = sum(x.nbytes for x in page_tensors() + state_tensors()) if runner.device.type == "cpu" else 0
+        opened.append(HostMemory(page_tensors, num_bytes[0], runner.device, "pages", promised))
         num_slots = num_bytes[0] // opened[0].row_bytes
         batch = pages.pages_for(config.max_num_batched_tokens)
         ahead = STEPS_AHEAD * batch + pages.pages_for(config.max_model_len or 0)
         lanes = [Lane(pages, opened[0], look_ahead(ahead, pages.num_pages, num_slots), STEPS_AHEAD * batch)]
         if states is not None:
-            opened.append(HostMemory(state_tensors, num_bytes[1], runner.device, "states"))
+            promised += opened[0].num_slots * opened[0].row_bytes
+            opened.append(HostMemory(state_tensors, num_bytes[1], runner.device, "states", promised))
             num_slots = num_bytes[1] // opened[1].row_bytes
             ahead = max(states.num_states // 8, 8)
             lanes.append(Lane(states, opened[1], look_ahead(ahead, states.num_states, num_slots)))

@@ -227,15 +227,18 @@ def test_a_dead_process_is_replaced_as_often_as_allowed(model_folder, caplog) ->
             assert end.error.message.endswith("; it is being restarted") == (death == 0)
             with pytest.raises(EngineDeadError, match="exit code -9"):
                 await collect(engine, [1])
+            assert engine.death_cause == "its process ended with exit code -9"
             await until(lambda: "fa_serve-engine-write" not in [thread.name for thread in threading.enumerate()])
             if death == 0:
                 await until(lambda: engine.is_alive, 120)
+                assert engine.death_cause == ""
                 tokens = [t for output in await collect(engine, [7, 5]) for t in output.token_ids]
                 assert tokens == greedy(make_model(), [7, 5], 12)
                 tier = engine.stats().host_tier
                 assert 0 < tier.num_bytes <= 1 << 20, "the host tier has ended with its process, and the next one has its own"
                 assert not ended.done()
         assert "exit code -9" in str(await asyncio.wait_for(ended, 5))
+        assert engine.num_restarts == 1
         await engine.shutdown()
 
     with caplog.at_level(logging.INFO, "fa_serve.engine"):
@@ -243,6 +246,25 @@ def test_a_dead_process_is_replaced_as_often_as_allowed(model_folder, caplog) ->
     assert "kv cache: 64 pages" in caplog.text, "without a callback the phases are logged"
     assert "has been restarted: restart 1 of 1; updates of its weights that are lost: 0" in caplog.text
     assert not multiprocessing.active_children()
+
+
+def test_a_restart_that_fails_is_the_end(monkeypatch) -> None:
+    """Its error is the cause then, without its text, which is in the message."""
+
+    async def main() -> None:
+        async def fail() -> None:
+            raise ValueError("a secret")
+
+        engine = AsyncEngine(EngineConfig(device="cpu", max_restarts=2))
+        monkeypatch.setattr(engine, "_start", fail)
+        engine._handle_death(EngineDeadError("its process ended with exit code -9", "its process ended with exit code -9"))
+        assert (engine.is_restarting, engine.num_restarts) == (True, 1)
+        assert engine.death_cause == "its process ended with exit code -9"
+        error = await asyncio.wait_for(engine.ended(), 5)
+        assert str(error) == "the engine has ended and could not be restarted: a secret"
+        assert (engine.death_cause, engine.is_alive, engine.num_restarts) == ("it raised ValueError", False, 1)
+
+    asyncio.run(main())
 
 
 @pytest.mark.usefixtures("warm_engine_processes")

@@ -21,6 +21,7 @@ from fa_serve.engine import (
     Engine,
     EngineAsleepError,
     EngineConfig,
+    EngineDeadError,
     RequestOutput,
     SamplingParams,
     WeightTransferError,
@@ -337,6 +338,6 @@ async def test_an_engine_that_dies_when_it_has_fallen_asleep_lets_the_next_one_w
             while not engine._replies:
                 await asyncio.sleep(0)
             engine._deliver(StepOutputs(None, replies=[Reply(serial, is_asleep=True) for serial in engine._replies]))
-            engine._handle_death("it was killed")
+            engine._handle_death(EngineDeadError("it was killed"))
             await call
         assert not engine.is_paused

@@ -115,7 +115,7 @@ class TwoArgumentsError(Exception):
 
 
 def test_an_item_that_cannot_be_read_is_a_death(monkeypatch) -> None:
-    deaths: queue.SimpleQueue[str] = queue.SimpleQueue()
+    deaths: queue.SimpleQueue[EngineDeadError] = queue.SimpleQueue()
     process = ProcessWorker(EngineConfig(), lambda _: None, deaths.put)
     ours, theirs = multiprocessing.Pipe()
     process._process = multiprocessing.get_context("spawn").Process(target=time.sleep, args=(60,))
@@ -124,5 +124,5 @@ def test_an_item_that_cannot_be_read_is_a_death(monkeypatch) -> None:
     reader = threading.Thread(target=process._read, args=(receive_items(ours),))
     monkeypatch.setattr(process._process, "join", lambda wait=None, join=process._process.join: join(wait and 0.1))
     reader.start()
-    assert deaths.get(timeout=20) == "its process ended with exit code -9"
+    assert str(deaths.get(timeout=20)) == "its process ended with exit code -9"
     reader.join()

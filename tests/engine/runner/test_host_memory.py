@@ -42,6 +42,26 @@ def test_the_budget_is_not_exceeded() -> None:
         assert sum(piece.nbytes for piece in memory._pieces) <= num_bytes
 
 
+@pytest.mark.parametrize(("promised", "slots"), [(0, 15), (200, 10), (4000, 0)], ids=["alone", "beside others", "none is left"])
+def test_more_than_the_machine_has(monkeypatch, caplog, promised, slots) -> None:
+    """The system would hand it out, and end the process when it is written to. 640 bytes can be taken, in pieces of 200."""
+    monkeypatch.setattr(host_memory, "PIECE_BYTES", 200)
+    monkeypatch.setattr(host_memory, "reclaimable_memory", lambda: host_memory.SPARE_BYTES + 640)
+    memory = HostMemory(lambda: [torch.zeros(3, 40, dtype=torch.int8)], 3 << 30, CPU, "pages", promised)
+    assert memory.num_slots == slots
+    (warning,) = caplog.messages
+    assert warning == (
+        f"kv_host_memory is more than there is: the host tier of the KV cache has {slots * 40 / 2**30:.4g} GiB for pages "
+        "instead of 3 GiB, because 2 GiB of the machine's memory are available, of which 2 GiB stay free"
+    )
+
+
+def test_what_the_machine_has_is_taken_without_a_warning(monkeypatch, caplog) -> None:
+    monkeypatch.setattr(host_memory, "reclaimable_memory", lambda: host_memory.SPARE_BYTES + 640)
+    assert HostMemory(lambda: [torch.zeros(3, 40, dtype=torch.int8)], 640, CPU).num_slots == 16
+    assert caplog.messages == []
+
+
 def test_rows_are_found_where_the_cache_lies_now() -> None:
     tensors = [torch.ones(3, 8)]
     memory = HostMemory(lambda: tensors, 96, CPU)

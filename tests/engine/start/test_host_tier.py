@@ -15,6 +15,7 @@ from tiny_models import VOCAB, make_model
 from transformers import GenerationConfig, PreTrainedModel
 
 from fa_serve.engine import Engine, EngineConfig, SamplingParams
+from fa_serve.engine.runner import host_memory
 from fa_serve.engine.start.host_tier import look_ahead
 from fa_serve.spec import ParameterError
 
@@ -180,3 +181,17 @@ def test_a_small_memory_holds_what_the_device_has_lost(make_engine) -> None:
     host = engine._scheduler.pages.host
     lost = [each for each in host if not engine._scheduler.pages.has(each)]
     assert len(lost) >= num_slots // 2
+
+
+def test_an_engine_whose_tier_gets_no_memory_serves(make_engine, monkeypatch, caplog) -> None:
+    """What the machine does not have is told, for the pages and for the states; the requests find an empty tier."""
+    given = prompts(4)
+    model = hybrid()
+    plain = answers(make_engine(model=model, num_pages=200), given)
+    monkeypatch.setattr(host_memory, "reclaimable_memory", lambda: host_memory.SPARE_BYTES)
+    engine = make_engine(model=model, num_pages=18, num_states=5, kv_host_memory=MEBIBYTE)
+    told = [message for message in caplog.messages if message.startswith("kv_host_memory is more than there is")]
+    assert [next(name for name in ("pages", "states") if name in message) for message in told] == ["pages", "states"]
+    assert answers(engine, given) == plain
+    assert (engine.stats().host_tier.num_bytes, engine.stats().host_tier.num_hits) == (0, 0)
+    engine.check_integrity()

@@ -30,7 +30,8 @@ def test_a_cpu():
     assert found["kv cache"].startswith("1,600 tokens, 3.0 MiB: what --max-num-seqs can use")
     assert found["graphs"] == "none on a CPU, fused layers"
     assert found["model"] == "generate; no images; adapters: none (--lora)"
-    assert found["access"] == "no API key (FA_SERVE_API_KEYS), this machine alone (--host)"
+    no_keys = "no API key (FA_SERVE_API_KEYS), no administrator's key (FA_SERVE_ADMIN_KEY)"
+    assert found["access"] == f"{no_keys}, this machine alone (--host)"
 
 
 def test_a_gpu():
@@ -50,7 +51,7 @@ def test_a_gpu():
         ({"dtype": "float32"}, "dtype", "bfloat16, by --dtype"),
         ({"quantization": "fp8", "kv_cache_dtype": "fp8"}, "dtype", "the KV cache has fp8 (--kv-cache-dtype)"),
         ({"num_pages": 100}, "kv cache", "by --num-pages"),
-        ({"host": "0.0.0.0"}, "access", "no API key (FA_SERVE_API_KEYS), every machine that reaches 0.0.0.0 (--host)"),
+        ({"host": "0.0.0.0"}, "access", "key (FA_SERVE_ADMIN_KEY), every machine that reaches 0.0.0.0 (--host)"),
         ({"lora_folder": "/adapters"}, "model", "adapters: from --lora-folder"),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(value),
@@ -66,7 +67,11 @@ def test_eager_and_captures_that_failed():
 
 def test_keys_are_counted_and_not_shown():
     found = decided(Settings(api_keys="secret-one,secret-two"))
-    assert found["access"] == "2 API keys, this machine alone"
+    assert found["access"] == "2 API keys, no administrator's key (FA_SERVE_ADMIN_KEY), this machine alone"
+    assert "secret" not in str(found)
+    found = decided(Settings(admin_key="secret-three-of-24-bytes-at-least"))
+    with_administrator = "no API key (FA_SERVE_API_KEYS), an administrator's key (FA_SERVE_ADMIN_KEY)"
+    assert found["access"] == f"{with_administrator}, this machine alone (--host)"
     assert "secret" not in str(found)
 
 
