@@ -15,8 +15,8 @@ layers are the model's own. Types are served if tests have compared them with `g
 Images are encoded together if their inputs can be joined: patches end to end, or pictures of one shape. How a type joins them
 is tried with the first two, which must come to the same together as alone.
 
-An encoding can be cut into parts by the layers of the towers and what is beside them (`pausing`). It may run in another thread than forwards of the
-model, as long as one of the two stands still while the other one runs.
+An encoding can be cut into parts by the layers of the towers and what is beside them (`pausing`). It may run in another thread
+than forwards of the model, as long as one of the two stands still while the other one runs.
 
 Left out: how a text and images become inputs (processors.py, fa_serve.engine.images), and when an image is encoded.
 """

@@ -76,7 +76,8 @@ def test_an_encoding_pauses_beside_other_forwards(model: PreTrainedModel, inputs
 
 @pytest.fixture
 def layers(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """How many layers of the tower, and modules beside them, have run up to each step. Steps take what a formula says, so that no machine is too slow."""
+    """How many layers of the tower, and modules beside them, have run up to each step. Steps take what a formula says, so that
+    no machine is too slow."""
     run = [0]
     before = [0]
 
