@@ -18,7 +18,6 @@ import inspect
 import logging
 import typing
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields, is_dataclass
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, cast
 
@@ -27,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
-from transformers.utils import ModelOutput
+from transformers.utils.generic import ModelOutput
 
 from fa_serve.hf.adapter.attention import riding
 from fa_serve.hf.adapter.models import counts_positions
@@ -140,7 +139,7 @@ def require_text(base: PreTrainedModel) -> None:
     words = inspect.signature(base.forward).parameters
     needed = [word.name for word in words.values() if word.default is word.empty and word.kind is word.POSITIONAL_OR_KEYWORD]
     lacking = [size for size in ("hidden_size", "vocab_size") if not isinstance(getattr(text, size, None), int)]
-    outputs = [kind for kind in _kinds_of_output(base) if not _OUTPUTS & {field.name for field in fields(kind)}]
+    outputs = [kind for kind, names in _outputs(base).items() if not _OUTPUTS & names]
     if base.main_input_name != "input_ids" and base.main_input_name in [*words]:
         why = f"its main input is {base.main_input_name}"
     elif "input_ids" not in words:
@@ -150,7 +149,7 @@ def require_text(base: PreTrainedModel) -> None:
     elif lacking:
         why = f"its config has no {' and no '.join(lacking)}"
     elif outputs:
-        why = f"it gives {outputs[0].__name__}, which has no last_hidden_state"
+        why = f"it gives {outputs[0]}, which has no last_hidden_state"
     else:
         return
     raise UnsupportedModelError(
@@ -158,14 +157,15 @@ def require_text(base: PreTrainedModel) -> None:
     )
 
 
-def _kinds_of_output(base: PreTrainedModel) -> list[type[ModelOutput]]:
-    """The outputs of transformers that the forward says that it returns; none if it says nothing."""
+def _outputs(base: PreTrainedModel) -> dict[str, set[str]]:
+    """The outputs that the forward says that it returns, by the names of their classes, with their fields."""
     try:
         told = typing.get_type_hints(inspect.unwrap(type(base).forward)).get("return")
     except NameError:  # a hint names what its module does not have
-        return []
-    kinds = (told, *typing.get_args(told))
-    return [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, ModelOutput) and is_dataclass(kind)]
+        return {}
+    kinds = [kind for kind in (told, *typing.get_args(told)) if isinstance(kind, type) and issubclass(kind, ModelOutput)]
+    named = {kind.__name__: {*getattr(kind, "__dataclass_fields__", ())} for kind in kinds}
+    return {kind: names for kind, names in named.items() if names}
 
 
 class PackedModel:
