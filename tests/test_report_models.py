@@ -61,11 +61,23 @@ def test_every_type_of_transformers_has_a_row_of_answers_and_codes() -> None:
     results = json.loads(RESULTS.read_text())
     found = report_table.rows(results)
     assert set(found) >= {*results["census"], *CAUSAL, *IMAGE_TEXT}
-    allowed = {"yes", "no", "one", "some", "-", "vectors", "length", *(reason.code for reason in report_table.REASONS)}
+    allowed = {
+        "yes",
+        "no",
+        "nothing",
+        "one",
+        "some",
+        "-",
+        "vectors",
+        "length",
+        *(reason.code for reason in report_table.REASONS),
+    }
     assert {part for row in found.values() for cell in row[:7] for part in cell.split(", ")} <= allowed
     assert found["llama"] == ("yes", "yes", "-", "yes", "yes", "yes", "yes", "generate, eager")
     assert found["gptj"][:2] == ("own", "own")
-    assert found["bert"][1] == "vectors"
+    assert found["bert"][:2] == ("yes", "vectors")
+    assert {name for name, row in found.items() if row[0] == "nothing"} == set(results["without attention"])
+    assert (found["convnext"][:2], found["mamba"][:2]) == (("nothing", "-"), ("nothing", "yes"))
     assert (found["qwen3_next"][4], found["zamba"][4], found["qwen3_next"][6]) == ("yes", "rule", "yes")
     assert found["gemma3"][2] == "yes"
     assert {name for name, row in found.items() if "length" in row[1]} == {"minimax_m3_vl", "minimax_m3_vl_text", "glm5_next"}

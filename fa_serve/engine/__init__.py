@@ -47,7 +47,7 @@ if _typing.TYPE_CHECKING:
     from fa_serve.engine.request.outputs import Completion, RequestOutput, TokenLogprob
     from fa_serve.engine.request.params import SamplingParams, StructuredOutput
     from fa_serve.engine.rollout.rollout_engine import RolloutEngine
-    from fa_serve.engine.rollout.rollouts import Rollout, RolloutGroup
+    from fa_serve.engine.rollout.rollouts import Rollout, RolloutError, RolloutGroup
     from fa_serve.engine.rollout.weight_sender import WeightSender
     from fa_serve.engine.scheduler.sequence_times import SequenceTimes
     from fa_serve.engine.stats import EngineStats
@@ -71,6 +71,7 @@ __all__ = [
     "RequestOutput",
     "Rollout",
     "RolloutEngine",
+    "RolloutError",
     "RolloutGroup",
     "SamplingParams",
     "SequenceTimes",
@@ -100,6 +101,7 @@ _HOMES = {
     "RequestOutput": "request.outputs",
     "Rollout": "rollout.rollouts",
     "RolloutEngine": "rollout.rollout_engine",
+    "RolloutError": "rollout.rollouts",
     "RolloutGroup": "rollout.rollouts",
     "SamplingParams": "request.params",
     "SequenceTimes": "scheduler.sequence_times",

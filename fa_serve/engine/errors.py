@@ -6,6 +6,7 @@
     ├── EngineAsleepError      the engine has given its memory away, or its weights have no values
     ├── WeightTransferError    a trainer and an engine have not met, or weights have not arrived
     ├── EncoderError           an input of `Encoder.encode` ended with a RequestError
+    ├── RolloutError           an answer of a `RolloutEngine` did, in fa_serve.engine.rollout.rollouts
     └── EngineDeadError        the engine has ended and computes nothing any more
     RequestError               not an exception: why a request that had been accepted ended with finish_reason "error"
 

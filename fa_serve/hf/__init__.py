@@ -76,6 +76,7 @@ from fa_serve.hf.live_model import (
     check_live,
     drop_autocast_of_accelerate,
     forwards_with_copies,
+    parameters_in,
     trained_model,
 )
 from fa_serve.hf.surgery.divide.plan import plan_division
@@ -121,6 +122,7 @@ __all__ = [
     "model_layers",
     "paged_forward",
     "paged_output",
+    "parameters_in",
     "patch",
     "patch_parts",
     "plan_division",

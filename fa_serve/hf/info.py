@@ -31,6 +31,7 @@ from fa_serve.hf.adapter.short_choices import find_short_choices
 from fa_serve.hf.adapter.translate import spec_of, translate
 from fa_serve.hf.encoders.facts import EncoderFacts, encoder_facts
 from fa_serve.hf.encoders.folder import EncoderTask, recognise_task
+from fa_serve.hf.encoders.packed import require_text
 from fa_serve.hf.images import ImageReader
 from fa_serve.hf.latent_layers import LatentSizes, latent_sizes, latent_spec
 from fa_serve.hf.model_location import find_model, find_snapshot
@@ -146,7 +147,8 @@ def describe(
     device, arch:    where the layers would run: a torch device type, and 10 * major + minor of a CUDA device (90 for an H200)
     revision:        a commit, a tag or a branch of a model of the hub
 
-    Raises OSError or ValueError, with transformers' message, for a name that belongs to no model.
+    Raises OSError or ValueError, with transformers' message, for a name that belongs to no model, and UnsupportedModelError for
+    a config of which transformers makes no model.
     """
     if revision is not None:
         if not isinstance(model_or_config, str):
@@ -158,14 +160,12 @@ def describe(
     config = copy.deepcopy(loaded)
     for each in _configs(config):
         each._experts_implementation = "batched_mm"  # see model_layers
-    auto: Any = transformers.AutoModel
-    with torch.device("meta"):
-        whole: PreTrainedModel = auto.from_config(config, attn_implementation="eager", dtype=config.dtype or torch.bfloat16)
+    whole = _make_without_weights(config)
     parts = {part.name: part for part in (_examine(*each, device, arch) for each in _models(whole))}
     folder = _folder_of(model_or_config)
     task = "generate" if folder is None else recognise_task(folder)
     if folder is not None and task != "generate":
-        return _describe_encoder(folder, cast(EncoderTask, task), list(parts.values()), tensor_parallel)
+        return _describe_encoder(folder, cast(EncoderTask, task), whole, list(parts.values()), tensor_parallel)
     weights: dict[str, str] | str = {}
     engine = None
     states: list[StateSpec] = []
@@ -188,6 +188,19 @@ def describe(
     return Description(list(parts.values()), engine, weights, share, states, _why_no_images(loaded), limit)
 
 
+def _make_without_weights(config: PreTrainedConfig) -> PreTrainedModel:
+    auto: Any = transformers.AutoModel
+    try:
+        with torch.device("meta"):
+            model: PreTrainedModel = auto.from_config(config, attn_implementation="eager", dtype=config.dtype or torch.bfloat16)
+    except (ImportError, OSError, ValueError):
+        raise  # transformers says what is missing
+    except Exception as error:  # the code of a model may raise anything for a config that lacks something
+        told = f"{type(error).__name__}: {str(error)[:200]}"
+        raise UnsupportedModelError(f"transformers makes no model of this {type(config).__name__}: {told}") from error
+    return model
+
+
 def _folder_of(model_or_config: str | PreTrainedConfig) -> str | None:
     """Where the files of a model are that say what it is for. A config alone does not say it: the model may have modules."""
     if not isinstance(model_or_config, str):
@@ -198,12 +211,15 @@ def _folder_of(model_or_config: str | PreTrainedConfig) -> str | None:
     return str(file.parent) if file.name == CONFIG else None
 
 
-def _describe_encoder(path: str, task: EncoderTask, parts: list[Part], tensor_parallel: int) -> Description:
+def _describe_encoder(
+    path: str, task: EncoderTask, model: PreTrainedModel, parts: list[Part], tensor_parallel: int
+) -> Description:
     """An encoder, whose layers are asked for packed sequences if it follows them."""
     facts: EncoderFacts | str
     try:
+        require_text(model)
         facts = encoder_facts(path, task)
-    except ParameterError as error:
+    except (ParameterError, UnsupportedModelError) as error:
         facts = str(error)
     if isinstance(facts, EncoderFacts) and facts.packs:
         for part in parts:

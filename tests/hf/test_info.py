@@ -104,6 +104,45 @@ def test_an_encoder_that_is_padded_runs_and_one_that_is_refused_does_not(tmp_pat
     assert (divided.exit_code, "tensor parallel: an encoder runs on one rank" in divided.output) == (1, True)
 
 
+@pytest.mark.parametrize(
+    ("model_type", "architecture", "part", "why"),
+    [
+        ("clip", "CLIPModel", "text_config: CLIPTextModel", "it gives CLIPOutput, which has no last_hidden_state"),
+        ("siglip", "SiglipModel", "vision_config: SiglipVisionModel", "it gives SiglipOutput, which has no last_hidden_state"),
+        ("convnext", "ConvNextModel", "not tried: its forward calls no attention", "its main input is pixel_values"),
+        ("dinov3_convnext", "DINOv3ConvNextModel", "model: DINOv3ConvNextModel", "its main input is pixel_values"),
+        ("wav2vec2", "Wav2Vec2Model", "model: Wav2Vec2Model", "its main input is input_values"),
+        ("aimv2_vision_model", "Aimv2VisionModel", "  layers 0-23: Aimv2Attention", "its main input is pixel_values"),
+        ("blt", "BltModel", "model: BltModel", "its config has no hidden_size"),
+    ],
+)
+def test_a_model_that_is_no_encoder_of_text_is_described_and_refused(
+    tmp_path: Path, model_type: str, architecture: str, part: str, why: str
+) -> None:
+    AutoConfig.for_model(model_type, architectures=[architecture]).save_pretrained(tmp_path)
+    done = run(str(tmp_path))
+    assert done.exit_code == 1
+    assert part in done.output
+    told = f"encoder: refused: {architecture} does not compute hidden states of text alone, because {why}: "
+    assert told in " ".join(done.output.split())
+
+
+def test_an_encoder_whose_number_of_layers_is_fixed_is_described(tmp_path: Path) -> None:
+    """No layer of it can be tried alone: Funnel has blocks of them."""
+    AutoConfig.for_model("funnel", architectures=["FunnelModel"]).save_pretrained(tmp_path)
+    done = run(str(tmp_path))
+    assert done.exit_code == 0
+    assert "encoder: runs it (fa-serve serve, Encoder), for the task embed\n  gives: 768 numbers in a vector\n" in done.output
+    assert "  batches: packed if its code follows packed sequences, which is tried at the start\n" in done.output
+
+
+def test_a_config_of_which_no_model_can_be_made_is_refused_with_the_reason(tmp_path: Path) -> None:
+    AutoConfig.for_model("esm", architectures=["EsmModel"]).save_pretrained(tmp_path)
+    done = run(str(tmp_path))
+    assert done.exit_code == 2
+    assert "transformers makes no model of this EsmConfig: TypeError: empty()" in done.output
+
+
 def test_whether_a_generator_takes_images(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny_config("llava").save_pretrained(tmp_path)
     assert "engine: runs it\nimages: taken\n" in run(str(tmp_path)).output

@@ -2,8 +2,9 @@
 
     lines = page(results)          # docs/models.md, from tests/results/families.json
 
-A cell is "yes", "some", "-" (there is nothing to serve) or the code of a reason. The codes come from the sentences with which
-fa_serve refuses, so a sentence that has no code stops the page from being written. Left out: the tables of the other pages.
+A cell is "yes", "some", "nothing" (the model is taken, and nothing of it is replaced), "-" (there is nothing to serve) or the
+code of a reason. The codes come from the sentences with which fa_serve refuses, so a sentence that has no code stops the page
+from being written. Left out: the tables of the other pages.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 YES = "yes"
 SOME = "some"
 NOTHING = "-"
+UNTOUCHED = "nothing"
 LENGTH = "length"
 SOURCE = "source"
 
@@ -136,6 +138,8 @@ def _row(name: str, results: dict[str, Any]) -> tuple[str, ...]:
     built = known.get("plugin text", "")
     # where no tiny model could be made, the source of its classes decides, as it does when a model is loaded
     plugin = cell(source) if not built or code_or_none(built) == "untried" else cell(built)
+    if plugin == YES and name in results["without attention"]:
+        plugin = UNTOUCHED
     vectors = name in results["tested"]["vectors"]
     engine = cell(known["engine text"]) if known else NOTHING
     if vectors and engine != YES:
@@ -201,9 +205,9 @@ def _introduction(results: dict[str, Any], found: dict[str, tuple[str, ...]]) ->
     types = results["types"]
     text = sum(row["engine text"] == YES for row in types.values())
     images = sum(row["engine image"] == YES for row in types.values())
-    taken = {name: row for name, row in found.items() if row[0] == YES}
+    taken = {name: row for name, row in found.items() if row[0] in (YES, UNTOUCHED)}
     only_read = sum(row[-1] == SOURCE for row in taken.values())
-    nothing = len(taken.keys() & set(results["without attention"]))
+    nothing = sum(row[0] == UNTOUCHED for row in taken.values())
     versions = ", ".join(f"{name} {number}" for name, number in results["versions"].items())
     return [
         "Does it run my model, on my GPU? `fa-serve info MODEL --arch 90` answers for a hub name or a folder, from its config",
@@ -212,7 +216,7 @@ def _introduction(results: dict[str, Any], found: dict[str, tuple[str, ...]]) ->
         "",
         f"- The plugin takes {len(taken)} of {len(found)} types. For {only_read} of these {len(taken)} the code has been read",
         f"  and nothing was run (`source` in the last column). {nothing} of the {len(taken)}, such as ConvNeXt and FNet, have",
-        "  no attention that could be replaced.",
+        f"  no attention that could be replaced (`{UNTOUCHED}` in the column `plugin`).",
         f"- The engine writes text with {text} types, each of which was run. {images} of them see images.",
         "",
         "The type of a model is `model_type` in its `config.json`. `yes` is served, a dash is a question that does not arise,",
@@ -248,7 +252,9 @@ def page(results: dict[str, Any]) -> list[str]:
         "",
         "| column | yes | otherwise |",
         "|---|---|---|",
-        '| plugin | `attn_implementation="fa_serve"` takes every part of the model | refused when it is loaded |',
+        '| plugin | `attn_implementation="fa_serve"` takes every part of the model; '
+        f"`{UNTOUCHED}`: it takes the model, which has no attention that it could replace, so that the model's own code "
+        "computes all of it | refused when it is loaded |",
         "| engine | it generates text, with or without a server; `vectors`: an encoder serves embeddings or scores; "
         f"`length`: sequences of up to {limit:,} tokens only, by the published config: up to there "
         "[its queries choose all keys](engine/layers.md#keys-that-queries-choose), and a larger `max_model_len` is refused | "

@@ -1,6 +1,6 @@
 """Rollouts: answers that a trainer samples from the model it trains, in its own process.
 
-    rollouts.py        what comes out: `Rollout`, `RolloutGroup`
+    rollouts.py        what comes out: `Rollout`, `RolloutGroup`, `RolloutError`
     rollout_engine.py  `RolloutEngine`, an engine over a live model
     trl.py             `use_rollouts`, which gives that engine to a trainer of trl
     weight_sender.py   `WeightSender`, for a trainer whose engines are servers

@@ -31,7 +31,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -41,10 +41,10 @@ from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.engine import Engine
 from fa_serve.engine.request.outputs import RequestOutput
 from fa_serve.engine.request.params import SamplingParams, params_of_each
-from fa_serve.engine.rollout.rollouts import Rollout, RolloutGroup
+from fa_serve.engine.rollout.rollouts import Rollout, RolloutError, RolloutGroup
 from fa_serve.engine.stats import EngineStats
-from fa_serve.hf import ModelState, check_live, drop_autocast_of_accelerate, trained_model
-from fa_serve.spec import ParameterError
+from fa_serve.hf import ModelState, check_live, drop_autocast_of_accelerate, parameters_in, trained_model
+from fa_serve.spec import ParameterError, UnsupportedModelError
 
 _FIXED = {
     "tensor_parallel": (1, "be 1 for a live model, whose parameters are whole"),
@@ -53,6 +53,7 @@ _FIXED = {
 """Settings that an engine over a live model does not have: the value that they keep, and why."""
 
 
+_Form: TypeAlias = tuple[torch.dtype, torch.device]
 _DEFAULTS = EngineConfig(logprobs_mode="processed_logprobs", generation_config="none", max_waiting=1 << 20)
 
 
@@ -85,6 +86,8 @@ class RolloutEngine:
             self._lent = ModelState.of(self.model)
         finally:
             own.restore()
+        self._forms = self._forms_now()
+        self._form_of = {name: _form(x) for name, x in self.model.named_parameters()}
         self._versions = self._versions_now()
         self._has_stepped = False
         hook = register_optimizer_step_post_hook(partial(_note_step, weakref.ref(self)))
@@ -100,7 +103,7 @@ class RolloutEngine:
 
     @property
     def weight_version(self) -> int:
-        """How often `update` was called, by `submit` as well."""
+        """How often `update` was called, by `submit` and `finished` as well."""
         return self._engine.weight_version
 
     def generate(
@@ -109,9 +112,16 @@ class RolloutEngine:
         n: int | None = None,
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[RolloutGroup]:
-        """n answers to each prompt, by default one, in the order of the prompts. The arguments are those of `submit`."""
+        """n answers to each prompt, by default one, in the order of the prompts. The arguments are those of `submit`.
+
+        Raises RolloutError for an answer that ends with an error. Nothing of this call is left in the engine then.
+        """
         indices = self.submit(prompts, n, params)
-        found = {group.index: group for group in self.finished(indices)}
+        try:
+            found = {group.index: group for group in self.finished(indices)}
+        except RolloutError:
+            self._drop(indices)
+            raise
         return [found[index] for index in indices]
 
     def stream(
@@ -120,7 +130,9 @@ class RolloutEngine:
         n: int | None = None,
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> Iterator[RolloutGroup]:
-        """The same, each group as soon as its answers have ended. Groups that are not taken go on with a later call."""
+        """The same, each group as soon as its answers have ended. Groups that are not taken go on with a later call, also after
+        a RolloutError.
+        """
         indices = self.submit(prompts, n, params)
         yield from self.finished(indices)
 
@@ -140,11 +152,10 @@ class RolloutEngine:
                 tokens that are reported; log-probabilities of sampled tokens always are. A seed is that of the first answer
         n:      None is the `n` of the params, which is 1 by default
 
-        Raises ParameterError as `Engine.add_request` does, for best_of, and for more answers than the queue holds; nothing is
-        queued then.
+        Raises ParameterError as `Engine.add_request` does, for best_of, and for more answers than the queue holds; and
+        UnsupportedModelError as `update` does. Nothing is queued then.
         """
-        if self._has_stepped or self._versions_now() != self._versions:
-            self.update()
+        self._notice_changes()
         each = params_of_each(prompts, params, self._engine.default_params)
         own = [replace(one, n=one.n if n is None else n, logprobs=one.logprobs or 0) for one in each]
         for one in own:
@@ -159,16 +170,18 @@ class RolloutEngine:
                 self._groups[str(index)] = RolloutGroup(index, tokens, rollouts)
                 indices.append(index)
         except Exception:
-            self.abort(indices)
-            for index in indices:
-                self._take(index)
+            self._drop(indices)
             raise
         return indices
 
     def finished(self, indices: Iterable[int] | None = None) -> Iterator[RolloutGroup]:
         """Groups whose answers have ended, each once and as soon as it is known; None: all that were submitted.
 
-        Leaving the iteration stops the engine after the step that it is in. Answers keep their tokens and pages.
+        Leaving the iteration stops the engine after the step that it is in. Answers keep their tokens and pages. Before they go
+        on, an `update` that was forgotten is made, as in `submit`.
+
+        Raises RolloutError for a group with an answer that has ended with an error; the other groups come with the next call.
+        Raises UnsupportedModelError as `update` does.
         """
         wanted = None if indices is None else set(indices)
 
@@ -178,9 +191,11 @@ class RolloutEngine:
         while True:
             for group in [group for group in self._ready if is_wanted(group)]:
                 self._ready.remove(group)
+                group.require_whole()
                 yield group
             if not any(map(is_wanted, self._groups.values())):
                 return
+            self._notice_changes()
             with self._lending():  # once for many steps, because the model has many modules
                 while not any(map(is_wanted, self._ready)):
                     self._absorb(self._engine.step())
@@ -198,10 +213,14 @@ class RolloutEngine:
         """The weights have changed. Returns their new version. Arguments and errors are those of `Engine.update_weights`.
 
         To be called after each change of the parameters. Changes in place cost nothing but the prefix cache; a parameter that
-        has got other memory (`model.to`, `load_state_dict(assign=True)`) is merged and captured again. Unfinished answers
+        has got other memory (`load_state_dict(assign=True)`) is merged and captured again. Unfinished answers
         compute their tokens' keys and values again when they go on, unless `keep_pages` is given.
+
+        Raises UnsupportedModelError if a parameter has another dtype or device than when this engine was made: the KV cache,
+        the kernels and the graphs are made for these.
         """
         check_live(self.model)
+        self._require_same_forms()
         self._absorb(self._engine.drain())
         with self._lending():
             version = self._engine.update_weights(weights, keep_pages=keep_pages)
@@ -245,6 +264,30 @@ class RolloutEngine:
         """How often torch has seen each parameter change in place. It does not see what a fused optimizer does."""
         return [0 if x.is_inference() else x._version for x in self.model.parameters()]
 
+    def _forms_now(self) -> list[_Form]:
+        return [_form(x) for x in parameters_in(self.model)]
+
+    def _require_same_forms(self) -> None:
+        forms = self._forms_now()
+        if forms == self._forms:
+            return
+        for name, parameter in self.model.named_parameters():
+            before = self._form_of.get(name)
+            now = _form(parameter)
+            if before is not None and before != now:
+                raise UnsupportedModelError(
+                    f"the parameters of {type(self.model).__name__} must keep the dtype and the device that they had when this "
+                    f"RolloutEngine was made, and {name} was {before[0]} on {before[1]} and is {now[0]} on {now[1]}: "
+                    "make a new RolloutEngine, or move the model back"
+                )
+        self._forms = forms  # parameters have come or gone, such as those of an adapter
+
+    def _notice_changes(self) -> None:
+        """Call `update` if torch has seen other weights and the caller has not called it."""
+        self._require_same_forms()
+        if self._has_stepped or self._versions_now() != self._versions:
+            self.update()
+
     def _absorb(self, outputs: list[RequestOutput]) -> None:
         for output in outputs:
             group = self._groups[output.request_id]
@@ -252,9 +295,10 @@ class RolloutEngine:
             if group.finished:
                 self._ready.append(self._groups.pop(output.request_id))
 
-    def _take(self, index: int) -> None:
-        """Forget a group that has been given to nobody."""
-        self._ready = [group for group in self._ready if group.index != index]
+    def _drop(self, indices: list[int]) -> None:
+        """End and forget groups that have been given to nobody."""
+        self.abort(indices)
+        self._ready = [group for group in self._ready if group.index not in indices]
 
     @contextmanager
     def _lending(self) -> Iterator[None]:
@@ -267,6 +311,10 @@ class RolloutEngine:
             self._lent = ModelState.of(self.model)
         finally:
             own.restore()
+
+
+def _form(parameter: Tensor) -> _Form:
+    return parameter.dtype, parameter.device
 
 
 def _note_step(owner: weakref.ref[RolloutEngine], optimizer: torch.optim.Optimizer, *_: Any) -> None:

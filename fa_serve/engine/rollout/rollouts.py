@@ -1,4 +1,7 @@
-"""What a trainer gets: the answers to one prompt, with the log-probability of each token. Plain data, no torch."""
+"""What a trainer gets: the answers to one prompt, with the log-probability of each token. Plain data, no torch.
+
+A group with an answer that the engine could not compute is not given: `RolloutError` is raised, and has the group.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from dataclasses import dataclass, field
 
 from fa_serve.engine.errors import RequestError
 from fa_serve.engine.request.outputs import FinishReason, RequestOutput
+from fa_serve.spec import FaServeError
 
 
 @dataclass(slots=True)
@@ -58,3 +62,24 @@ class RolloutGroup:
     def finished(self) -> bool:
         """Whether every answer has ended."""
         return all(rollout.finish_reason is not None for rollout in self.rollouts)
+
+    def require_whole(self) -> None:
+        """Raise RolloutError if an answer has ended with an error."""
+        for number, rollout in enumerate(self.rollouts):
+            if rollout.error is not None:
+                raise RolloutError(self, number, rollout.error)
+
+
+class RolloutError(FaServeError, RuntimeError):
+    """An answer of a `RolloutEngine` could not be computed.
+
+    group: the answers to its prompt, with the tokens that they have; error: why the first of those that failed has ended
+    """
+
+    def __init__(self, group: RolloutGroup, number: int, error: RequestError) -> None:
+        super().__init__(
+            f"answer {number} to prompt {group.index} has ended after {len(group.rollouts[number].token_ids)} tokens "
+            f"with an error: {error.message}"
+        )
+        self.group = group
+        self.error = error

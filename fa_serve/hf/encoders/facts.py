@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -37,7 +37,8 @@ class EncoderFacts:
     activation: the name of the class that the folder has for logits; None for the usual one
     prompts:    names of the texts that come before an input
     max_tokens: of an input, as the folder says
-    packs:      whether sequences are packed end to end, or padded; None if the layer that is tried cannot be made
+    packs:      whether sequences are packed end to end, or padded; None if the layer that is tried cannot be made, and for a
+                model with towers, which are never made smaller
     """
 
     task: EncoderTask
@@ -83,14 +84,21 @@ def _size(folder: EncoderFolder, config: PreTrainedConfig) -> int:
     return size
 
 
-def _packs(config: PreTrainedConfig) -> bool | None:
+def _one_layer(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The config of a model with one layer and few words. Raises what the config raises: some have sizes that are fixed."""
     small: Any = copy.deepcopy(config)
     small.num_hidden_layers = 1
     if getattr(small, "layer_types", None):
         small.layer_types = small.layer_types[:1]
     small.vocab_size = min(small.vocab_size, _WORDS)
-    if (small.pad_token_id or 0) >= small.vocab_size:
+    if (getattr(small, "pad_token_id", None) or 0) >= small.vocab_size:
         small.pad_token_id = 0
+    return cast(PreTrainedConfig, small)
+
+
+def _packs(config: PreTrainedConfig) -> bool | None:
+    if type(config.get_text_config()) is not type(config):
+        return None
 
     def make(attention: str | None) -> nn.Module:
         own = {} if attention is None else {"attn_implementation": attention}
@@ -99,6 +107,7 @@ def _packs(config: PreTrainedConfig) -> bool | None:
         return model
 
     try:
+        small = _one_layer(config)
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(0)
             model: Any = with_its_attention(make)[0].eval()

@@ -16,6 +16,7 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
+import typing
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, cast
@@ -25,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
+from transformers.utils.generic import ModelOutput
 
 from fa_serve.hf.adapter.attention import riding
 from fa_serve.hf.adapter.models import counts_positions
@@ -33,6 +35,7 @@ from fa_serve.hf.adapter.paged import PagedBatch
 from fa_serve.hf.surgery.fuse.encoder import fuse_encoder, unfuse_encoder
 from fa_serve.hf.surgery.fuse.fusion import fuse_layers, unfuse_model
 from fa_serve.hf.surgery.fuse.layer import FusedLayer, HeadsAttention
+from fa_serve.spec import UnsupportedModelError
 
 log = logging.getLogger("fa_serve.engine")
 
@@ -43,6 +46,8 @@ COARSE_TOLERANCE = 0.05
 """The same in 16 bits."""
 PROBE_LENGTHS = (5, 9)
 Integers = np.ndarray[Any, np.dtype[np.integer[Any]]]
+_OUTPUTS = {"last_hidden_state", "logits"}
+"""What an output has of each token. Fuyu's says that it has logits, and has hidden states."""
 HEAD_TOKENS = 256
 """Tokens whose logits over the vocabulary are in memory at once."""
 
@@ -123,8 +128,50 @@ class _Given(nn.Module):
         return BaseModelOutputWithPoolingAndCrossAttentions(last_hidden_state=self.hidden, pooler_output=pooled)  # type: ignore[arg-type]
 
 
+def require_text(base: PreTrainedModel) -> None:
+    """Raise UnsupportedModelError unless this transformer computes a hidden state of each token of a text.
+
+    Its class and its config tell: models of images, sounds or series read something else, and those of two towers, such as
+    CLIP, give one vector of a text and one of an image.
+    """
+    name = type(base).__name__
+    text = base.config.get_text_config()
+    words = inspect.signature(base.forward).parameters
+    needed = [word.name for word in words.values() if word.default is word.empty and word.kind is word.POSITIONAL_OR_KEYWORD]
+    lacking = [size for size in ("hidden_size", "vocab_size") if not isinstance(getattr(text, size, None), int)]
+    outputs = [kind for kind, names in _outputs(base).items() if not _OUTPUTS & names]
+    if base.main_input_name != "input_ids" and base.main_input_name in [*words]:
+        why = f"its main input is {base.main_input_name}"
+    elif "input_ids" not in words:
+        why = "its forward takes no input_ids"
+    elif others := [word for word in needed if word != "input_ids"]:
+        why = f"its forward needs {', '.join(others)}"
+    elif lacking:
+        why = f"its config has no {' and no '.join(lacking)}"
+    elif outputs:
+        why = f"it gives {outputs[0]}, which has no last_hidden_state"
+    else:
+        return
+    raise UnsupportedModelError(
+        f"{name} does not compute hidden states of text alone, because {why}: fa_serve serves embeddings of text encoders only"
+    )
+
+
+def _outputs(base: PreTrainedModel) -> dict[str, set[str]]:
+    """The outputs that the forward says that it returns, by the names of their classes, with their fields."""
+    try:
+        told = typing.get_type_hints(inspect.unwrap(type(base).forward)).get("return")
+    except NameError:  # a hint names what its module does not have
+        return {}
+    kinds = [kind for kind in (told, *typing.get_args(told)) if isinstance(kind, type) and issubclass(kind, ModelOutput)]
+    named = {kind.__name__: {*getattr(kind, "__dataclass_fields__", ())} for kind in kinds}
+    return {kind: names for kind, names in named.items() if names}
+
+
 class PackedModel:
     """model: in evaluation mode, on its device; a transformer alone, or one with a head
+
+    Raises UnsupportedModelError as `require_text` does.
 
     num_ids: of the tokens that it knows; first_position: of the first token of a sequence, in the table of positions
     """
@@ -133,6 +180,7 @@ class PackedModel:
         self.model = model
         self.device = model.device
         self.base = cast(PreTrainedModel, model.base_model)
+        require_text(self.base)
         words = inspect.signature(self.base.forward).parameters
         self._takes_types = "token_type_ids" in words
         self._has_cache = "use_cache" in words

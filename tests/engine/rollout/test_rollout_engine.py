@@ -10,7 +10,7 @@ from counted_opcodes import count_opcodes
 from tiny_models import greedy, make_model, random_prompts
 from torch import nn
 
-from fa_serve.engine import Engine, EngineAsleepError, EngineConfig, RolloutEngine, SamplingParams
+from fa_serve.engine import Engine, EngineAsleepError, EngineConfig, RolloutEngine, RolloutError, SamplingParams
 from fa_serve.hf.surgery.fuse.layer import FusedLayer
 from fa_serve.spec import ParameterError, UnsupportedModelError
 
@@ -251,6 +251,78 @@ def test_an_update_between_parts_of_a_rollout(keep_pages: bool) -> None:
     # a later request shares nothing with keys of the weights before
     assert tokens_of(engine, PROMPT + begun) == expected[:6]
     engine.check_integrity()
+
+
+def test_a_forgotten_update_is_made_before_unfinished_answers_go_on() -> None:
+    """No prompt comes with which it would be found out. The tokens that follow are of the new weights, and say so."""
+    model = make_model()
+    engine = RolloutEngine(model, **SIZES)
+    long = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)
+    engine.submit([PROMPT, PROMPT[:9]], params=[long, SamplingParams(max_tokens=4, temperature=0.0)])
+    next(iter(engine.finished()))
+    [partial] = engine.partial()
+    begun = list(partial.rollouts[0].token_ids)
+    change(model)
+    [group] = engine.finished()
+    [rollout] = group.rollouts
+    assert rollout.weight_versions == [0] * len(begun) + [1] * (16 - len(begun))
+    assert rollout.token_ids == begun + greedy(model, PROMPT + begun, 16 - len(begun))
+    assert engine.weight_version == 1
+    engine.check_integrity()
+
+
+@pytest.mark.parametrize("call", ["update", "generate", "finished"])
+def test_another_dtype_is_refused_until_the_model_is_moved_back(call: str) -> None:
+    model = make_model()
+    engine = RolloutEngine(model, **SIZES)
+    tokens_of(engine)
+    [index] = engine.submit([PROMPT], params=GREEDY)
+    model.to(torch.bfloat16)
+    calls = {"update": engine.update, "generate": lambda: tokens_of(engine), "finished": lambda: list(engine.finished())}
+    told = r"embed_tokens.weight was torch.float32 on cpu and is torch.bfloat16 on cpu: make a new RolloutEngine, or move"
+    with pytest.raises(UnsupportedModelError, match=told):
+        calls[call]()
+    assert [group.index for group in engine.partial()] == [index], "nothing was queued or computed"
+    assert tokens_of(RolloutEngine(model, **SIZES)) == tokens_of(RolloutEngine(make_model().to(torch.bfloat16), **SIZES))
+    model.to(torch.float32)
+    engine.update()
+    expected = greedy(model, PROMPT, 6)
+    assert [group.rollouts[0].token_ids for group in engine.finished()] == [expected]
+    assert tokens_of(engine) == expected
+
+
+def test_parameters_that_come_later_are_no_other_dtype() -> None:
+    model = make_model()
+    engine = RolloutEngine(model, **SIZES)
+    model.extra = nn.Linear(2, 2, dtype=torch.bfloat16)
+    assert engine.update() == 1
+    assert tokens_of(engine) == greedy(model, PROMPT, 6)
+
+
+def test_an_answer_that_ends_with_an_error_is_no_empty_rollout() -> None:
+    """The logits of a model that has diverged are NaN."""
+    model = make_model()
+    engine = RolloutEngine(model, **SIZES)
+    with torch.no_grad():
+        model.lm_head.weight.fill_(float("nan"))
+    told = "answer 0 to prompt 0 has ended after 0 tokens with an error: the model's logits are not finite"
+    with pytest.raises(RolloutError, match=told) as caught:
+        engine.generate([PROMPT, PROMPT[:9]], n=2, params=GREEDY)
+    assert caught.value.error.code == "not_finite"
+    assert caught.value.group.prompt_token_ids == PROMPT
+    assert engine.partial() == []
+    assert list(engine.finished()) == [], "nothing of the call is left"
+    engine.check_integrity()
+
+
+def test_the_other_groups_come_after_one_with_an_error() -> None:
+    engine = RolloutEngine(make_model(), **SIZES)
+    none = SamplingParams(max_tokens=3, bad_token_ids=tuple(range(320)))
+    indices = engine.submit([PROMPT, PROMPT[:9]], params=[none, GREEDY])
+    with pytest.raises(RolloutError) as caught:
+        list(engine.finished())
+    assert caught.value.group.index == indices[0]
+    assert [group.index for group in engine.finished()] == indices[1:]
 
 
 def test_aborted_groups_are_finished_with_what_they_have() -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from encoder_folders import FAMILIES, save_encoder
+from transformers import AutoConfig
 
 from fa_serve.engine import Encoder, EngineConfig
 from fa_serve.hf.encoders.facts import encoder_facts
@@ -47,3 +48,24 @@ def test_a_layer_that_cannot_be_made_leaves_the_question_open(tmp_path: Path) ->
     config = json.loads((path / "config.json").read_text()) | {"hidden_size": 33}
     (path / "config.json").write_text(json.dumps(config))
     assert encoder_facts(str(path), "embed").packs is None
+
+
+@pytest.mark.parametrize(
+    ("model_type", "sizes", "size"),
+    [
+        ("funnel", {"block_sizes": [1, 1], "d_model": 32}, 32),
+        ("llava", {}, 4096),
+    ],
+)
+def test_a_model_that_cannot_be_made_smaller_leaves_the_question_open(
+    tmp_path: Path, model_type: str, sizes, size: int
+) -> None:
+    """The config of Funnel refuses a number of layers. The towers of LLaVA, which has 7 billion weights, keep their layers."""
+    AutoConfig.for_model(model_type, **sizes).save_pretrained(tmp_path)
+    facts = encoder_facts(str(tmp_path), "embed")
+    assert (facts.size, facts.packs) == (size, None)
+
+
+def test_a_config_without_an_id_of_padding_is_tried(tmp_path: Path) -> None:
+    AutoConfig.for_model("codegen", n_embd=32, n_head=4, rotary_dim=8).save_pretrained(tmp_path)
+    assert encoder_facts(str(tmp_path), "embed").packs

@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 import torch
 from encoder_folders import FAMILIES, TEXTS, make_encoder, save_encoder, word_pieces
-from transformers import AutoModel, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
 
-from fa_serve.hf.encoders.packed import PackedInputs, PackedModel
+from fa_serve.hf.encoders.packed import PackedInputs, PackedModel, require_text
+from fa_serve.spec import UnsupportedModelError
 
 PACKED = [family for family in FAMILIES if family != "mpnet"]
 
@@ -19,6 +20,30 @@ def inputs_of(ids: list[list[int]]) -> PackedInputs:
 @pytest.fixture(params=FAMILIES)
 def folder(request: pytest.FixtureRequest, tmp_path):
     return request.param, save_encoder(tmp_path, request.param, None)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "why"),
+    [
+        ("clip", "it gives CLIPOutput, which has no last_hidden_state"),
+        ("vit", "its main input is pixel_values"),
+        ("bark", "its forward takes no input_ids"),
+        ("pe_audio", "its forward needs input_values"),
+        ("canine", "its config has no vocab_size"),
+    ],
+)
+def test_a_model_that_reads_more_than_text_is_refused_with_the_reason(model_type: str, why: str) -> None:
+    with torch.device("meta"):
+        model = AutoModel.from_config(AutoConfig.for_model(model_type))
+    with pytest.raises(UnsupportedModelError, match=f" does not compute hidden states of text alone, because {why}: "):
+        PackedModel(model)
+
+
+@pytest.mark.parametrize("model_type", ["bert", "bart", "longformer", "xlm", "qwen2_vl", "fuyu", "sam3_lite_text_text_model"])
+def test_models_that_read_text_are_not_refused(model_type: str) -> None:
+    """Also those whose images may be left out."""
+    with torch.device("meta"):
+        require_text(AutoModel.from_config(AutoConfig.for_model(model_type)))
 
 
 def test_hidden_states_of_packed_sequences_are_those_of_each_alone(folder) -> None:
