@@ -27,7 +27,8 @@ import inspect
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -178,6 +179,7 @@ class ImageReader:
         self.quicken()
         self.blocks = self._find_blocks()
         self._pauses: dict[int, Callable[[], None]] = {}  # by the thread whose encodings are cut
+        self._mover = ThreadPoolExecutor(1, "fa_serve-pixels")  # starts its thread at the first use
         self._joined_dim: int | Literal["none"] | None = None
         """The dimension in which inputs of several images are joined; None before it has been tried."""
 
@@ -247,9 +249,9 @@ class ImageReader:
 
     @contextmanager
     def pausing(self, pause: Callable[[], None]) -> Iterator[None]:
-        """Inside, `pause` is called in forwards of this thread: when the inputs are on the device, after each layer of the
-        towers, and after what is beside the layers. The host takes longer for the beginning of an image, and for its end, than
-        for several layers, and the steps of the engine wait for it."""
+        """Inside, `pause` is called in forwards of this thread: while another thread copies the inputs to the device, and after
+        each layer of the towers and each module beside the layers. The host takes longer for the beginning of an image and for
+        its end than for several layers, and the steps of the engine wait for it."""
         thread = threading.get_ident()
 
         def after(*_: Any) -> None:
@@ -265,11 +267,21 @@ class ImageReader:
             for hook in hooks:
                 hook.remove()
 
-    def _pause(self) -> None:
-        """Where this thread may stand still, if it is in `pausing`."""
+    def _move_beside(self, parts: Sequence[Mapping[str, Tensor]]) -> list[dict[str, Tensor]]:
+        """Inputs on the device. In `pausing`, another thread copies them while this one stands still."""
+        stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
+        inference = torch.is_inference_mode_enabled()
+
+        def move() -> list[dict[str, Tensor]]:
+            with torch.inference_mode(inference), nullcontext() if stream is None else torch.cuda.stream(stream):
+                return [{name: self._moved(x) for name, x in part.items()} for part in parts]
+
         pause = self._pauses.get(threading.get_ident())
-        if pause is not None:
-            pause()
+        if pause is None:
+            return move()
+        moved = self._mover.submit(move)
+        pause()
+        return moved.result()
 
     def failed(self, inputs: Mapping[str, Tensor]) -> ImageFeatures:
         """What stands for an image that cannot be encoded: numbers that end its own request alone."""
@@ -297,10 +309,7 @@ class ImageReader:
         """One forward for images whose inputs other than tokens are joined in this dimension."""
         parts = [_with_text(inputs, self.filler) for inputs in images]
         # pixels are joined on the device: on a host it takes longer than the towers to lay out 100 MB once more
-        moved = []
-        for part in parts:
-            moved.append({name: self._moved(x) if x.is_floating_point() else x for name, x in part.items()})
-            self._pause()
+        moved = self._move_beside(parts)
         joined = {name: torch.cat([part[name] for part in moved], dim=1 if name in _OF_TOKENS else dim) for name in moved[0]}
         return self._run(joined, [self.num_tokens(inputs) for inputs in images])
 
@@ -308,8 +317,7 @@ class ImageReader:
         """What the language model is told of images with so many places each. inputs: of a prompt that holds them"""
         device = self._model.device
         taken = inspect.signature(self._model.forward).parameters
-        moved = {name: self._moved(x) for name, x in inputs.items() if name in taken}
-        self._pause()
+        [moved] = self._move_beside([{name: x for name, x in inputs.items() if name in taken}])
         given: dict[str, Any] = {}
         thread = threading.get_ident()
 

@@ -78,7 +78,7 @@ class ImageEncoder:
         self._held: set[bytes] = set()
         self._call: PausedCall[Made] | None = None
         self._is_busy = False
-        self._num_pauses = max(len(reader.blocks), 1)  # of a forward, until the first one that was cut has told
+        self._num_pauses = max(len(reader.blocks), 1)  # behind the copy, until a first one has told
         self._num_asked = 0  # embeddings of the images on their way, as far as steps had time for them
         self._stream = _new_stream(reader.device)
         self._has_new_weights = True
@@ -183,17 +183,20 @@ class ImageEncoder:
 
     def _advance(self, work: TowerWork) -> Made | None:
         """What the images come to that are on their way, or None if this takes a later step."""
+        begins = self._call is None
         if self._call is None:
             self._await_weights()
             self._call = PausedCall(lambda pause: self._encode_pausing(work.images, pause))
             self._num_asked = 0
         call = self._call
         pauses = None
-        if work.limit is not None:
+        if work.limit is not None and begins:
+            pauses = 1  # the copy of their pixels
+        elif work.limit is not None:
             self._num_asked += work.limit
             count = max(sum(self.reader.num_tokens(image.inputs) for image in work.images), 1)
             # up to where so many embeddings come, so that no part makes up for the roundings of those before it
-            pauses = round(self._num_asked * self._num_pauses / count) - call.num_pauses
+            pauses = 1 + round(self._num_asked * self._num_pauses / count) - call.num_pauses
         try:
             if not call.run(pauses):
                 return None
@@ -201,7 +204,7 @@ class ImageEncoder:
             self.abandon()
             raise
         self._call = None
-        self._num_pauses = max(call.num_pauses, 1)
+        self._num_pauses = max(call.num_pauses - 1, 1)
         return call.result()
 
     def _encode_pausing(self, images: Sequence[ImageInput], pause: Callable[[], None]) -> Made:

@@ -68,7 +68,8 @@ class PromptOrder:
             return batch.room, batch.room
         seen = islice(chain(self._prompts, self._waiting), MAX_SEEN)
         expected = max((self._expected(each, now) for each in seen if not each.num_output_tokens), default=0.0)
-        decoding = batch.size._replace(rows=max(batch.num_tokens, num_decoding))
+        images = 0 if batch.towers is None else batch.towers.expected
+        decoding = batch.size._replace(rows=max(batch.num_tokens, num_decoding), image_tokens=images)
         return self._share.limits(decoding, batch.room, first.num_computed, expected)
 
     def _expected(self, sequence: SequenceState, now: float) -> float:

@@ -75,12 +75,17 @@ class TowerWork:
 
     images: that are on their way through the towers, or begin; their keys differ
     limit:  how many of their embeddings the step has time for, which may be a part of one image; None: all that is left
-    count:  how many it is taken to encode
+    count:  how many it is taken to encode; 0 for the copy of their pixels alone, which takes no time from a step
     """
 
     images: Sequence[ImageInput]
     limit: int | None
     count: int
+
+    @property
+    def expected(self) -> int:
+        """How many the device encodes beside the step: behind a copy it begins with those of the next step."""
+        return self.count or self.limit or 0
 
 
 @dataclass(slots=True)

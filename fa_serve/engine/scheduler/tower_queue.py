@@ -246,12 +246,13 @@ class TowerQueue:
         if not self._needs and not self._queue and not self._begun:
             return []
         limit = None
-        if share is not None and num_decoding:
+        # the device begins with these images while it computes the step before, whose sequences may end with it
+        num_waiting = num_decoding if before is None else max(num_decoding, before.size.rows)
+        if share is not None and num_waiting:
             late = max((now - each.request.arrival for each in islice(self._aside, MAX_SEEN)), default=0.0)
-            decoding = batch.size._replace(rows=max(batch.num_tokens, num_decoding))
+            decoding = batch.size._replace(rows=max(batch.num_tokens, num_waiting))
             with_text = any(self._may_join(each, begin) for each, begin in self._aside.items())
             with_text = with_text or any(each.num_computed < self.barrier(each) for each in prompts)
-            # which the device may still compute when it begins with these images
             with_text = with_text or (before is not None and before.num_prompt_tokens > 0)
             limit = share.image_limit(decoding, late, beside_prompts=with_text)
         batch.towers = self._plan(limit)
@@ -268,7 +269,8 @@ class TowerQueue:
         encoder = self._encoder
         if encoder is None or self.is_idle:
             return None
-        if not self._begun:
+        begins = not self._begun
+        if begins:
             self._begin(MAX_IMAGE_TOKENS if limit is None else min(limit * SLICES, MAX_IMAGE_TOKENS))
         images = {each.key: each.placed.image for each in self._begun}
         if not images:
@@ -279,7 +281,8 @@ class TowerQueue:
                 each.ready = True  # this step encodes them before it reads them
         elif left <= limit:
             limit = None
-        count = left if limit is None else min(limit, left)
+        copies = begins and limit is not None  # and encodes nothing yet
+        count = 0 if copies else min(limit or left, left)
         self._num_done += count
         return TowerWork([*images.values()], limit, count)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Iterator
 from itertools import pairwise
 
@@ -47,7 +48,9 @@ def test_encodings_pause_behind_their_inputs_layers_and_what_is_beside_layers(
     for name, module in tower.named_modules():
         module.register_forward_hook(lambda *_, name=name: run.append(name))
     found = []
-    with reader.pausing(lambda: found.append([name for name in run if name.count(".") == name.startswith("blocks.")])):
+    with reader.pausing(
+        lambda *, waits=False: found.append([name for name in run if name.count(".") == name.startswith("blocks.")])
+    ):
         reader.encode(inputs[0])
     added = [after[len(before) :] for before, after in pairwise([[], *found])]
     blocks = [f"blocks.{number}" for number in range(DEPTH)]
@@ -72,6 +75,42 @@ def test_an_encoding_pauses_beside_other_forwards(model: PreTrainedModel, inputs
     assert not encoder.is_busy
     torch.testing.assert_close(encoder.features(images)[images[0].key].embeds, alone.embeds)
     assert encoder.num_encoded == 1
+
+
+def test_steps_do_not_wait_for_the_copy_of_an_image(
+    model: PreTrainedModel, inputs: list[Inputs], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader = ImageReader(copy.deepcopy(model))
+    alone = reader.encode(inputs[0])
+    may_copy = threading.Event()
+    moved = reader._moved
+    monkeypatch.setattr(reader, "_moved", lambda x: may_copy.wait(20) and moved(x))
+    encoder = ImageEncoder(reader, max_bytes=1 << 20)
+    work = TowerWork([ImageInput.of(inputs[0])], limit=1, count=1)
+    encoder.advance(work)  # would take 20 s for each of them
+    assert encoder.is_busy
+    may_copy.set()
+    while encoder.is_busy:
+        encoder.advance(work)
+    torch.testing.assert_close(encoder.features(work.images)[work.images[0].key].embeds, alone.embeds)
+
+
+def test_a_copy_that_fails_ends_its_image_alone(
+    model: PreTrainedModel, inputs: list[Inputs], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader = ImageReader(copy.deepcopy(model))
+    encoder = ImageEncoder(reader, max_bytes=1 << 20)
+    images = [ImageInput.of(x) for x in inputs[:2]]
+    for image in images:
+        encoder.hold(image.key)
+    with monkeypatch.context() as patch:
+        patch.setattr(reader, "_moved", lambda x: {}["no memory"])
+        for _ in range(2):
+            encoder.advance(TowerWork(images[:1], limit=1, count=1))
+    assert encoder.has_failed(images[0].key)
+    while not encoder.is_encoded(images[1].key):
+        encoder.advance(TowerWork(images[1:], limit=1, count=1))
+    assert not encoder.has_failed(images[1].key)
 
 
 @pytest.fixture
