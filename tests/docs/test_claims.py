@@ -71,9 +71,8 @@ def claims() -> list[str]:
         f"- FlashAttention-4 {slower('prefill', 'fa4', what='cells of prompts ')}, and flash-linear-attention "
         f"{slower('linear', 'fla', 'prefill*', what='of prompts ')} and "
         f"{slower('linear', 'fla', 'decode*', what='of decoding ').removeprefix('in ')};",
-        f"- vLLM on two H100s in one of five workloads ({H100S:.2f}), with 4-bit weights and 256 requests "
-        f"({OF_BETTER_RUN:.2f}, of the faster of two runs of vLLM), and over HTTP with images, "
-        f"{slower('images', 'vllm', '* http *', what='measures ')}.",
+        f"- vLLM on two H100s in one of five workloads ({H100S:.2f}), and with 4-bit weights and 256 requests "
+        f"({OF_BETTER_RUN:.2f}, of the faster of two runs of vLLM).",
         f"of rank 16 costs {1 - one:.0%} of the rate of an 8B with 64 requests",
         f"32 adapters {1 - many:.0%}",
     ]
@@ -126,7 +125,6 @@ def peers_that_are_faster() -> list[str]:
     losing = [case for case in scanned if min(ratios("masks", "flex,cudnn", case)) < 1]
     t5 = "t5_bias_of_2048_x4_16_d64"
     delta = ratios("linear", "fla", "decode conv+delta*")
-    tokens = {line["case"]: line["ours"] for line in lines("images") if "http" in line["case"]}
     return [
         f"**Prefill: {behind('prefill', 'fa4')} cells.**",
         f"**Paged decoding: {behind('decode', 'fa3')} cells,** {by_at_most('decode', 'fa3')}.",
@@ -140,7 +138,6 @@ def peers_that_are_faster() -> list[str]:
         f"cuDNN is {ahead('masks', 'cudnn', t5).removesuffix(' times')} and "
         f"{ahead('masks', 'cudnn', 't5_bias_of_512_x16_12_d64')} as fast with biases of T5",
         f"cuDNN is {ahead('masks', 'cudnn', f'{t5}_kept')} as fast with the larger of these biases",
-        f"**Images over HTTP:** {tokens['qwen25vl-7b http requests']:.2f} requests a second",
         f"cuDNN is {ahead('cross', 'cudnn', '*x16')} as fast with 16 sequences and {ahead('cross', 'cudnn', '*x64')} with 64",
         f"**Training: {behind('train', 'cudnn')} cells.** cuDNN is {ahead('train', 'cudnn')} as fast with 32/8 heads of 128 "
         f"and two sequences of 4k tokens, {ahead('train', 'cudnn', 'phi*')} with heads of 96",
