@@ -183,18 +183,37 @@ def drafter(args: argparse.Namespace) -> str | None:
     return f"eagle3={folder}"
 
 
+def whole_folder(folder: Path) -> Path:
+    """A folder with the config of the image-text model that a text model belongs to, beside its checkpoint.
+
+    vLLM 0.26 runs the text of Qwen 3.5 by the class of the whole alone, which it makes without its tower if asked to.
+    """
+    text = json.loads((folder / "config.json").read_text())
+    tower = {"depth": 1, "hidden_size": 64, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": text["hidden_size"]}
+    whole = {"model_type": "qwen3_5", "architectures": ["Qwen3_5ForConditionalGeneration"], "dtype": "bfloat16"}
+    whole |= {"text_config": text, "vision_config": tower, "tie_word_embeddings": text["tie_word_embeddings"]}
+    made = folder / "whole"
+    made.mkdir(exist_ok=True)
+    (made / "config.json").write_text(json.dumps(whole))
+    return made
+
+
 def serve_vllm(args: argparse.Namespace) -> None:
     imports = time.time()
     from vllm import LLM, SamplingParams
 
     own: dict[str, Any] = {}
+    folder = Path(args.folder)
+    if SHAPES[args.shapes[0]]["model_type"] == "qwen3_5_text":
+        folder = whole_folder(folder)
+        own = {"language_model_only": True, "load_format": "dummy"}
     if "linear_num_value_heads" in SHAPES[args.shapes[0]] and importlib.util.find_spec("flashinfer") is None:
         # on Hopper, vLLM computes prompts of delta nets by FlashInfer, and ends at the first one where it is not installed
-        own = {"additional_config": {"gdn_prefill_backend": "triton"}}
+        own |= {"additional_config": {"gdn_prefill_backend": "triton"}}
         tell("no FlashInfer", None, "prompts of delta nets by vLLM's own kernels")
     loading = time.time()
     llm = LLM(
-        args.folder,
+        str(folder),
         skip_tokenizer_init=True,
         dtype="bfloat16",
         max_model_len=LIMIT,
