@@ -298,7 +298,7 @@ def test_parameters_that_come_later_are_no_other_dtype() -> None:
     assert engine.update() == 1
     assert tokens_of(engine) == greedy(model, PROMPT, 6)
     model.extra.to(torch.float16)
-    with pytest.raises(UnsupportedModelError, match="extra.weight was torch.bfloat16 on cpu and is torch.float16 on cpu"):
+    with pytest.raises(UnsupportedModelError, match=r"extra.weight was torch.bfloat16 on cpu and is torch.float16 on cpu"):
         engine.update()
 
 
