@@ -76,6 +76,7 @@ def test_an_encoding_pauses_beside_other_forwards(model: PreTrainedModel, inputs
     assert not encoder.is_busy
     torch.testing.assert_close(encoder.features(images)[images[0].key].embeds, alone.embeds)
     assert encoder.num_encoded == 1
+    assert encoder._num_pauses == DEPTH + 2, "the copy is no part of the towers"
 
 
 def test_steps_do_not_wait_for_the_copy_of_an_image(
