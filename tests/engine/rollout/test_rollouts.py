@@ -45,7 +45,7 @@ def test_a_group_with_a_failed_answer_is_not_whole() -> None:
 
 
 def test_the_error_comes_out_of_another_process() -> None:
-    """Such as an actor of Ray, which would have an error of its own for one that cannot be read."""
+    """Such as an actor of Ray. For an error that cannot be read, its caller gets a TypeError."""
     error = RequestError("step_failed", "no memory")
     group = RolloutGroup(4, [1], [Rollout(finish_reason="error", error=error)])
     with pytest.raises(RolloutError) as caught:
