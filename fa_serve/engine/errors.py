@@ -99,3 +99,6 @@ class EncoderError(FaServeError, RuntimeError):
     def __init__(self, error: RequestError) -> None:
         super().__init__(error.message)
         self.error = error
+
+    def __reduce__(self) -> tuple[type[EncoderError], tuple[RequestError]]:
+        return type(self), (self.error,)

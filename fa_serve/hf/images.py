@@ -27,7 +27,7 @@ import inspect
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, cast
@@ -179,7 +179,6 @@ class ImageReader:
         self.quicken()
         self.blocks = self._find_blocks()
         self._pauses: dict[int, Callable[[], None]] = {}  # by the thread whose encodings are cut
-        self._mover = ThreadPoolExecutor(1, "fa_serve-pixels")  # starts its thread at the first use
         self._joined_dim: int | Literal["none"] | None = None
         """The dimension in which inputs of several images are joined; None before it has been tried."""
 
@@ -279,9 +278,14 @@ class ImageReader:
         pause = self._pauses.get(threading.get_ident())
         if pause is None:
             return move()
-        moved = self._mover.submit(move)
+        moved: Future[list[dict[str, Tensor]]] = Future()
+        # no pool: it takes no more work once the main thread has ended, and an engine may go on in another one
+        threading.Thread(target=_settle, args=(moved, move), name="fa_serve-pixels").start()
         pause()
-        return moved.result()
+        try:
+            return moved.result()
+        finally:
+            del moved  # an error has this frame: they would keep each other, and the pixels, until the garbage is collected
 
     def failed(self, inputs: Mapping[str, Tensor]) -> ImageFeatures:
         """What stands for an image that cannot be encoded: numbers that end its own request alone."""
@@ -308,9 +312,11 @@ class ImageReader:
     def _encode_joined(self, images: Sequence[Mapping[str, Tensor]], dim: int) -> list[ImageFeatures]:
         """One forward for images whose inputs other than tokens are joined in this dimension."""
         parts = [_with_text(inputs, self.filler) for inputs in images]
-        # pixels are joined on the device: on a host it takes longer than the towers to lay out 100 MB once more
-        moved = self._move_beside(parts)
-        joined = {name: torch.cat([part[name] for part in moved], dim=1 if name in _OF_TOKENS else dim) for name in moved[0]}
+        # pixels are joined on the device: on a host it takes longer than the towers to lay out 100 MB once more. Tokens are
+        # joined on the host, where `_run` looks for the images among them
+        pixels = self._move_beside([{name: x for name, x in part.items() if x.is_floating_point()} for part in parts])
+        own = [{**part, **moved} for part, moved in zip(parts, pixels, strict=True)]
+        joined = {name: torch.cat([part[name] for part in own], dim=1 if name in _OF_TOKENS else dim) for name in own[0]}
         return self._run(joined, [self.num_tokens(inputs) for inputs in images])
 
     def _run(self, inputs: Mapping[str, Tensor], counts: Sequence[int]) -> list[ImageFeatures]:
@@ -420,6 +426,15 @@ class ImageReader:
             yield
         finally:
             hook.remove()
+
+
+def _settle(future: Future[Any], work: Callable[[], Any]) -> None:
+    """Compute what a future is to hold."""
+    try:
+        future.set_result(work())
+    except BaseException as error:
+        future.set_exception(error)
+        del future  # as in `_move_beside`
 
 
 def _runs(chosen: Tensor) -> list[int]:

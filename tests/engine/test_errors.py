@@ -18,7 +18,7 @@ from fa_serve.engine import (
     SamplingParams,
     StructuredOutput,
 )
-from fa_serve.engine.errors import RequestErrorCode, cause_of
+from fa_serve.engine.errors import EncoderError, RequestErrorCode, cause_of
 from fa_serve.spec import FaServeError, ParameterCode, ParameterError
 
 BAD_REQUESTS = [
@@ -86,6 +86,9 @@ def test_errors_survive_pickling() -> None:
     for error in (QueueFullError("full"), EngineDeadError("gone")):
         again = pickle.loads(pickle.dumps(error))
         assert (type(again), str(again)) == (type(error), str(error))
+    failed = EncoderError(RequestError("step_failed", "no memory"))
+    again = pickle.loads(pickle.dumps(failed))
+    assert (str(again), again.error) == ("no memory", failed.error)
     assert str(RequestError("timeout", "too late")) == "too late"
 
 

@@ -68,6 +68,34 @@ def test_images_that_cannot_be_joined_are_encoded_alone(monkeypatch: pytest.Monk
         assert reader._joined_dim == "none"
 
 
+@pytest.mark.parametrize("name", ["llava", "qwen3_vl"])
+def test_tokens_of_joined_images_stay_on_the_host(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Places of images are looked for among them. On a device the host would wait for all that is queued there."""
+    model = tiny_model(name, CHANGES[name])
+    reader = ImageReader(model)
+    given = [one_image(name, model, seed) for seed in range(3)]
+    reader.encode_all(given)
+    moved: list[torch.Tensor] = []
+    copied: list[bool] = []
+
+    def move(x: torch.Tensor) -> torch.Tensor:
+        moved.append(x.clone())
+        return moved[-1]
+
+    def join(tensors: list[torch.Tensor], dim: int = 0) -> torch.Tensor:
+        copied.extend(any(x is y for y in moved) == x.is_floating_point() for x in tensors)
+        return cat(tensors, dim)
+
+    cat = torch.cat
+    with monkeypatch.context() as patch:
+        patch.setattr(reader, "_moved", move)
+        patch.setattr(images.torch, "cat", join)
+        patch.setattr(reader, "_run", lambda inputs, counts: [])
+        reader._encode_joined(given, reader._joined_dim)
+    assert len(copied) >= 6
+    assert all(copied), "pixels are joined on the device, and all else on the host"
+
+
 def test_positions_of_three_axes() -> None:
     model = tiny_model("qwen2_5_vl", CHANGES["qwen2_5_vl"])
     inputs = one_image("qwen2_5_vl", model, seed=1)

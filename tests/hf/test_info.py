@@ -19,6 +19,7 @@ from fa_serve.__main__ import app
 from fa_serve.backends import explain
 from fa_serve.hf.info import RankShare, decoding, describe
 from fa_serve.info_tables import chosen
+from fa_serve.spec import UnsupportedModelError
 
 WIDE = {"COLUMNS": "220", "NO_COLOR": "1", "TERM": "dumb"}
 
@@ -141,6 +142,13 @@ def test_a_config_of_which_no_model_can_be_made_is_refused_with_the_reason(tmp_p
     done = run(str(tmp_path))
     assert done.exit_code == 2
     assert "transformers makes no model of this EsmConfig: TypeError: empty()" in done.output
+
+
+def test_what_transformers_says_of_a_config_is_passed_on() -> None:
+    """Such as a library that is missing, or a setting: what it says to do would be cut off."""
+    with pytest.raises(ValueError, match=r"^The `prediction_length` config needs to be specified") as caught:
+        describe(AutoConfig.for_model("autoformer"))
+    assert not isinstance(caught.value, UnsupportedModelError)
 
 
 def test_whether_a_generator_takes_images(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:

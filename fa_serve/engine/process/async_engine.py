@@ -488,7 +488,7 @@ class AsyncEngine:
             mailbox.end(name, "error", RequestError("engine_dead", str(error)))
         for future in self._replies.values():
             if not future.done():
-                future.set_exception(EngineDeadError(str(error)))
+                future.set_exception(EngineDeadError(str(error), error.cause))
         self._is_paused = False  # another engine, if there will be one, is neither paused nor asleep
         self.is_asleep = False
         self._open_or_close()

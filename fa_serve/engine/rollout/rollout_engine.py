@@ -280,7 +280,9 @@ class RolloutEngine:
                     f"RolloutEngine was made, and {name} was {before[0]} on {before[1]} and is {now[0]} on {now[1]}: "
                     "make a new RolloutEngine, or move the model back"
                 )
-        self._forms = forms  # parameters have come or gone, such as those of an adapter
+        # parameters have come or gone, such as those of an adapter
+        self._forms = forms
+        self._form_of = {name: _form(x) for name, x in self.model.named_parameters()}
 
     def _notice_changes(self) -> None:
         """Call `update` if torch has seen other weights and the caller has not called it."""

@@ -83,3 +83,7 @@ class RolloutError(FaServeError, RuntimeError):
         )
         self.group = group
         self.error = error
+        self._number = number
+
+    def __reduce__(self) -> tuple[type[RolloutError], tuple[RolloutGroup, int, RequestError]]:
+        return type(self), (self.group, self._number, self.error)

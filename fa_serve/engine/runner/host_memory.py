@@ -134,7 +134,7 @@ class HostMemory:
     def _allocate(self, num_bytes: int, promised: int) -> None:
         """Take the memory on a CPU. promised: bytes that count as taken before it"""
         for size in self._piece_sizes(num_bytes):
-            if reason := _room_reason(promised + (self.num_slots + size) * self.row_bytes):
+            if reason := _room_reason(size * self.row_bytes, promised + self.num_slots * self.row_bytes):
                 self._warn(num_bytes, reason)
                 return
             self._pieces.append(torch.empty(size, self.row_bytes // 8, dtype=torch.int64))
@@ -232,9 +232,9 @@ class HostMemory:
         return self._table
 
 
-def _room_reason(num_bytes: int) -> str:
-    """Why the machine does not have so many bytes more for the tier, or nothing."""
-    room = reclaimable_memory()
+def _room_reason(num_bytes: int, promised: int = 0) -> str:
+    """Why the machine does not have so many bytes more for the tier, or nothing. promised: as in `HostMemory`"""
+    room = max(reclaimable_memory() - promised, 0)
     if num_bytes + SPARE_BYTES <= room:
         return ""
     return f"{room / 2**30:.4g} GiB of the machine's memory are available, of which {SPARE_BYTES / 2**30:.4g} GiB stay free"

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import concurrent.futures.thread
 import copy
+import gc
 import threading
+import weakref
 from collections.abc import Iterator
 from itertools import pairwise
 
@@ -48,9 +51,7 @@ def test_encodings_pause_behind_their_inputs_layers_and_what_is_beside_layers(
     for name, module in tower.named_modules():
         module.register_forward_hook(lambda *_, name=name: run.append(name))
     found = []
-    with reader.pausing(
-        lambda *, waits=False: found.append([name for name in run if name.count(".") == name.startswith("blocks.")])
-    ):
+    with reader.pausing(lambda: found.append([name for name in run if name.count(".") == name.startswith("blocks.")])):
         reader.encode(inputs[0])
     added = [after[len(before) :] for before, after in pairwise([[], *found])]
     blocks = [f"blocks.{number}" for number in range(DEPTH)]
@@ -75,6 +76,7 @@ def test_an_encoding_pauses_beside_other_forwards(model: PreTrainedModel, inputs
     assert not encoder.is_busy
     torch.testing.assert_close(encoder.features(images)[images[0].key].embeds, alone.embeds)
     assert encoder.num_encoded == 1
+    assert encoder._num_pauses == DEPTH + 2, "the copy is no part of the towers"
 
 
 def test_steps_do_not_wait_for_the_copy_of_an_image(
@@ -111,6 +113,44 @@ def test_a_copy_that_fails_ends_its_image_alone(
     while not encoder.is_encoded(images[1].key):
         encoder.advance(TowerWork(images[1:], limit=1, count=1))
     assert not encoder.has_failed(images[1].key)
+
+
+def test_an_engine_whose_main_thread_has_ended_copies_images(
+    model: PreTrainedModel, inputs: list[Inputs], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The interpreter waits for other threads then, and for pools before these: a pool refuses work from there on."""
+    encoder = ImageEncoder(ImageReader(copy.deepcopy(model)), max_bytes=1 << 20)
+    work = TowerWork([ImageInput.of(inputs[0])], limit=1, count=1)
+    encoder.hold(work.images[0].key)
+    monkeypatch.setattr(concurrent.futures.thread, "_shutdown", True)
+    while not encoder.is_encoded(work.images[0].key):
+        encoder.advance(work)
+    assert not encoder.has_failed(work.images[0].key)
+
+
+def test_a_copy_that_fails_keeps_nothing(model: PreTrainedModel, inputs: list[Inputs], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the collection of garbage, which may come late: the pixels may be hundreds of MB."""
+    reader = ImageReader(copy.deepcopy(model))
+    encoder = ImageEncoder(reader, max_bytes=1 << 20)
+    copies: list[weakref.ref[torch.Tensor]] = []
+
+    def move(x: torch.Tensor) -> torch.Tensor:
+        mine = x.clone()
+        copies.append(weakref.ref(mine))
+        raise ValueError("no memory")
+
+    monkeypatch.setattr(reader, "_moved", move)
+    image = ImageInput.of(inputs[0])
+    encoder.hold(image.key)
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(2):
+            encoder.advance(TowerWork([image], limit=1, count=1))
+        assert encoder.has_failed(image.key)
+        assert [ref() for ref in copies] == [None]
+    finally:
+        gc.enable()
 
 
 @pytest.fixture

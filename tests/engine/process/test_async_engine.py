@@ -267,6 +267,29 @@ def test_a_restart_that_fails_is_the_end(monkeypatch) -> None:
     asyncio.run(main())
 
 
+def test_a_death_while_adapters_are_restored_is_the_cause(monkeypatch) -> None:
+    """A call that waited for the new engine gets its death as an error. It is not that of another rank, which there is not."""
+
+    async def main() -> None:
+        async def start() -> None: ...
+
+        async def restore(adapters) -> None:
+            engine._replies[0] = asyncio.get_running_loop().create_future()
+            await engine._replies[0]
+
+        engine = AsyncEngine(EngineConfig(device="cpu", max_restarts=2))
+        monkeypatch.setattr(engine, "_start", start)
+        monkeypatch.setattr(engine, "_restore", restore)
+        for code in (-9, 1):
+            reason = f"its process ended with exit code {code}"
+            engine._handle_death(EngineDeadError(reason, reason))
+            await asyncio.sleep(0.01)
+        await asyncio.wait_for(engine.ended(), 5)
+        assert engine.death_cause == "its process ended with exit code 1"
+
+    asyncio.run(main())
+
+
 @pytest.mark.usefixtures("warm_engine_processes")
 def test_an_engine_that_is_started_again_has_the_adapters_of_the_dead_one(model_folder, tmp_path) -> None:
     """What its settings name may have been replaced or unloaded since, and would answer in the place of what was asked for."""

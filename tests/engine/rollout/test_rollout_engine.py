@@ -297,6 +297,9 @@ def test_parameters_that_come_later_are_no_other_dtype() -> None:
     model.extra = nn.Linear(2, 2, dtype=torch.bfloat16)
     assert engine.update() == 1
     assert tokens_of(engine) == greedy(model, PROMPT, 6)
+    model.extra.to(torch.float16)
+    with pytest.raises(UnsupportedModelError, match=r"extra.weight was torch.bfloat16 on cpu and is torch.float16 on cpu"):
+        engine.update()
 
 
 def test_an_answer_that_ends_with_an_error_is_no_empty_rollout() -> None:

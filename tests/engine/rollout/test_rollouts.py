@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 
 from fa_serve.engine import RequestError, RequestOutput, Rollout, RolloutError, RolloutGroup, TokenLogprob
@@ -40,3 +42,13 @@ def test_a_group_with_a_failed_answer_is_not_whole() -> None:
     assert str(caught.value) == told
     assert (caught.value.group, caught.value.error) == (group, error)
     assert isinstance(caught.value, FaServeError)
+
+
+def test_the_error_comes_out_of_another_process() -> None:
+    """Such as an actor of Ray. For an error that cannot be read, its caller gets a TypeError."""
+    error = RequestError("step_failed", "no memory")
+    group = RolloutGroup(4, [1], [Rollout(finish_reason="error", error=error)])
+    with pytest.raises(RolloutError) as caught:
+        group.require_whole()
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert (str(again), again.group, again.error) == (str(caught.value), group, error)

@@ -56,6 +56,15 @@ def test_more_than_the_machine_has(monkeypatch, caplog, promised, slots) -> None
     )
 
 
+def test_what_others_were_promised_is_not_available(monkeypatch, caplog) -> None:
+    """Or the warning would say that 21.5 GiB are available, and that there are none for the tier."""
+    monkeypatch.setattr(host_memory, "reclaimable_memory", lambda: 43 << 29)
+    HostMemory(lambda: [torch.zeros(3, 40, dtype=torch.int8)], 3 << 30, CPU, "states", 20 << 30)
+    assert caplog.messages[0].endswith(
+        "has 0 GiB for states instead of 3 GiB, because 1.5 GiB of the machine's memory are available, of which 2 GiB stay free"
+    )
+
+
 def test_what_the_machine_has_is_taken_without_a_warning(monkeypatch, caplog) -> None:
     monkeypatch.setattr(host_memory, "reclaimable_memory", lambda: host_memory.SPARE_BYTES + 640)
     assert HostMemory(lambda: [torch.zeros(3, 40, dtype=torch.int8)], 640, CPU).num_slots == 16

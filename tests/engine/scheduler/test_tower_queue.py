@@ -78,17 +78,23 @@ class Towers:
             if sum(self.known.values()) > self.capacity and key not in self.held:
                 del self.known[key]
 
-    def advance(self, work: TowerWork | None) -> None:
+    def advance(self, work: TowerWork | None) -> int:
+        """Returns how many embeddings it encodes: none in the step that copies the pixels of images which are cut."""
+        count = 0
         if work is not None:
             images = [(image.key, image.inputs["count"]) for image in work.images if image.key not in self.known]
+            copies = self._left is None and work.limit is not None
             if self._left is None:
                 self._left = sum(size for _, size in images)
-            self._left -= self._left if work.limit is None else work.limit
+            if not copies:
+                count = self._left if work.limit is None else min(work.limit, self._left)
+            self._left -= count
             if self._left <= 0:
                 self._left = None
                 self.encoded += [key for key, _ in images]
                 self.known |= dict(images)
         self.evict()
+        return count
 
 
 class Case:
@@ -109,6 +115,7 @@ class Case:
         self.towers = towers or Towers()
         self.ahead = ahead
         self._launched: deque[ScheduledBatch] = deque()
+        self._encoded: dict[int, int] = {}  # embeddings, by the number of the step
         self.scheduler = Scheduler(
             PageTable(pages, 16),
             max_num_seqs=slots,
@@ -145,7 +152,7 @@ class Case:
 
     def step(self) -> ScheduledBatch:
         batch = self.scheduler.schedule()
-        self.towers.advance(batch.towers)
+        self._encoded[batch.number] = self.towers.advance(batch.towers)
         for chunk in batch.chunks:
             images = chunk.sequence.request.images
             for each in () if images is None else images.placed:
@@ -173,9 +180,8 @@ class Case:
         if not len(self.seconds) % self.checks:
             self.scheduler.check_integrity()
 
-    @staticmethod
-    def _image_seconds(batch: ScheduledBatch | None) -> float:
-        return 0.0 if batch is None or batch.towers is None else PER_EMBEDDING * batch.towers.count
+    def _image_seconds(self, batch: ScheduledBatch | None) -> float:
+        return 0.0 if batch is None else PER_EMBEDDING * self._encoded[batch.number]
 
     def run(self) -> None:
         for _ in range(5000):

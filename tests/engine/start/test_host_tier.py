@@ -16,6 +16,8 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from fa_serve.engine import Engine, EngineConfig, SamplingParams
 from fa_serve.engine.runner import host_memory
+from fa_serve.engine.runner.host_memory import HostMemory
+from fa_serve.engine.start import host_tier
 from fa_serve.engine.start.host_tier import look_ahead
 from fa_serve.spec import ParameterError
 
@@ -195,3 +197,22 @@ def test_an_engine_whose_tier_gets_no_memory_serves(make_engine, monkeypatch, ca
     assert answers(engine, given) == plain
     assert (engine.stats().host_tier.num_bytes, engine.stats().host_tier.num_hits) == (0, 0)
     engine.check_integrity()
+
+
+def test_what_a_tier_may_take_is_left_by_the_cache_and_by_pages(make_engine, monkeypatch) -> None:
+    """On a CPU, none of them may have been written to yet, so the system does not count them as taken."""
+    opened: list[HostMemory] = []
+    promised: list[int] = []
+
+    def make(tensors, num_bytes, device, name, already) -> HostMemory:
+        opened.append(HostMemory(tensors, num_bytes, device, name, already))
+        promised.append(already)
+        return opened[-1]
+
+    monkeypatch.setattr(host_tier, "HostMemory", make)
+    engine = make_engine(model=hybrid(), num_pages=18, num_states=5, kv_host_memory=MEBIBYTE)
+    pages, states = opened
+    cache = sum(x.nbytes for memory in opened for x in memory._tensors())
+    assert promised == [cache, cache + pages.num_slots * pages.row_bytes]
+    assert engine.stats().host_tier.num_bytes <= MEBIBYTE
+    assert states.num_slots

@@ -8,6 +8,7 @@ from encoder_folders import FAMILIES, save_encoder
 from transformers import AutoConfig
 
 from fa_serve.engine import Encoder, EngineConfig
+from fa_serve.hf.encoders import facts
 from fa_serve.hf.encoders.facts import encoder_facts
 from fa_serve.hf.encoders.folder import recognise_task
 
@@ -62,8 +63,17 @@ def test_a_model_that_cannot_be_made_smaller_leaves_the_question_open(
 ) -> None:
     """The config of Funnel refuses a number of layers. The towers of LLaVA, which has 7 billion weights, keep their layers."""
     AutoConfig.for_model(model_type, **sizes).save_pretrained(tmp_path)
-    facts = encoder_facts(str(tmp_path), "embed")
-    assert (facts.size, facts.packs) == (size, None)
+    found = encoder_facts(str(tmp_path), "embed")
+    assert (found.size, found.packs) == (size, None)
+
+
+def test_no_layer_of_a_model_with_towers_is_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PaliGemma's config takes the smaller sizes, and makes towers and a language model of 3 billion weights all the same."""
+    tried: list[object] = []
+    monkeypatch.setattr(facts, "with_its_attention", lambda make: tried.append(make) or {}["nothing"])
+    AutoConfig.for_model("paligemma").save_pretrained(tmp_path)
+    assert encoder_facts(str(tmp_path), "embed").packs is None
+    assert tried == []
 
 
 def test_a_config_without_an_id_of_padding_is_tried(tmp_path: Path) -> None:

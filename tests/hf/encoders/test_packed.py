@@ -46,6 +46,17 @@ def test_models_that_read_text_are_not_refused(model_type: str) -> None:
         require_text(AutoModel.from_config(AutoConfig.for_model(model_type)))
 
 
+def test_a_hint_that_names_nothing_is_no_reason_to_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in the code that some models bring along."""
+    model = make_encoder("bert")
+
+    def forward(self, input_ids=None) -> "Unknown":  # noqa: F821
+        raise NotImplementedError
+
+    monkeypatch.setattr(type(model.base_model), "forward", forward)
+    require_text(model.base_model)
+
+
 def test_hidden_states_of_packed_sequences_are_those_of_each_alone(folder) -> None:
     family, path = folder
     ids = word_pieces(pad=1 if family == "mpnet" else 0)(list(TEXTS))["input_ids"]
