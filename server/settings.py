@@ -24,6 +24,7 @@ from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict, TomlCo
 from fa_serve.environment import PREFIX, refuse_unknown
 from fa_serve.nearest import nearest_name
 
+from .images.addresses import is_host
 from .rules import rule_of
 from .setting_files import check_key, keys_in
 from .sizes import Size, is_size, shown_size
@@ -374,6 +375,14 @@ class Settings(BaseSettings):
         if value and not items:
             raise ValueError("must hold at least one item between its commas")
         return items
+
+    @field_validator("image_hosts")
+    @classmethod
+    def _image_hosts(cls, hosts: list[str]) -> list[str]:
+        for host in hosts:
+            if not is_host(host.lower()):
+                raise ValueError("must name hosts such as images.example.org, without scheme, port, path or '*'")
+        return hosts
 
     @field_validator("api_keys")
     @classmethod

@@ -325,6 +325,13 @@ class Tokenization:
 
         def encode_with_images(prompt: Prompt) -> EncodedChat:
             assert maker is not None
+            places = maker.num_places(prompt.text, prompt.plain)
+            if places != len(images):
+                message = (
+                    f"The chat template must write a place for each image, got {places} places for {len(images)} images: leave "
+                    "out the images, or ask the operator for another template (--chat-template)."
+                )
+                raise BadRequest(message, param="messages", code="invalid_value")
             try:
                 made = maker.prompt(prompt.text, images, special_tokens=False, plain=prompt.plain)
             except ParameterError as error:

@@ -27,7 +27,7 @@ class ImageUrl(StrictModel):
     url: NonEmpty = Field(
         description="A data URI of PNG, JPEG, WebP or GIF, or an https address if the server allows its host."
     )
-    detail: Literal["auto", "low", "high"] | None = Field(
+    detail: Literal["auto", "low", "high", "original"] | None = Field(
         None, description="Without an effect: the model's own processor decides the size."
     )
 

@@ -43,7 +43,7 @@ class ContentItem(StrictModel):
     ]
     text: str | None = None
     image_url: NonEmpty | None = Field(None, description="As in a chat.")
-    detail: Literal["auto", "low", "high"] | None = Field(None, description="Without an effect.")
+    detail: Literal["auto", "low", "high", "original"] | None = Field(None, description="Without an effect.")
 
     UNSUPPORTED: ClassVar[Unsupported] = {
         "annotations": ([],),

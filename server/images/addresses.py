@@ -9,6 +9,8 @@ import re
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
+from .decode_process import BROKEN_BASE64
+
 MEDIA_TYPES = ("image/png", "image/jpeg", "image/webp", "image/gif")
 OTHER_NAMES = {"image/jpg": "image/jpeg"}
 """Media types that are not registered, and that clients send."""
@@ -44,6 +46,7 @@ def read_address(url: str, max_bytes: int) -> memoryview | Remote:
     The base64 is one line of ASCII, and not known to be right: reading it holds the interpreter for milliseconds a megabyte, so
     the process that decodes does it.
     """
+    url = url.strip()  # as URLs are read
     if url[:5].lower() == "data:":
         return _data_of(url, max_bytes)
     return read_remote(url)
@@ -71,7 +74,7 @@ def read_remote(url: str, is_redirect: bool = False) -> Remote:
     if port not in (None, 443):
         raise ImageAddressError(f"have neither a user name nor another port than 443{got(f'the port {port}')}")
     host = parts.hostname or ""
-    if not host.isascii() or not re.fullmatch(r"[a-z0-9.-]{1,253}", host):
+    if not is_host(host):
         raise ImageAddressError(f"name a host in letters, digits, dots and hyphens{got(repr(host[:MAX_REPEATED]))}")
     target = parts.path or "/"
     target += f"?{parts.query}" if parts.query else ""
@@ -79,6 +82,11 @@ def read_remote(url: str, is_redirect: bool = False) -> Remote:
         shown = repr(target[:MAX_REPEATED])
         raise ImageAddressError(f"have a path that is written in ASCII, with %-escapes for other characters{got(shown)}")
     return Remote(host, target)
+
+
+def is_host(name: str) -> bool:
+    """Whether an address can name this host: in lower case, without a port."""
+    return re.fullmatch(r"[a-z0-9.-]{1,253}", name) is not None
 
 
 def media_type_of(text: str) -> str:
@@ -96,5 +104,5 @@ def _data_of(url: str, max_bytes: int) -> memoryview:
     if length * 3 // 4 > max_bytes + 2:
         raise ImageAddressError(f"hold at most {max_bytes} bytes (--max-image-bytes), got about {length * 3 // 4}")
     if "\n" in url or not url.isascii():
-        raise ImageAddressError("be a data URI whose base64 is complete and without other characters")
+        raise ImageAddressError(BROKEN_BASE64)
     return memoryview(url.encode("ascii"))[found.end() :]

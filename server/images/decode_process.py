@@ -21,6 +21,7 @@ from collections.abc import Callable
 from typing import Any
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
+BROKEN_BASE64 = "have base64 that is complete and without other characters"  # of a data URI, or without one
 MAX_RATIO = 200  # of the longer side to the shorter one: processors refuse or blow up what is longer
 
 
@@ -81,11 +82,11 @@ def _load_processor(given: dict[str, Any]) -> tuple[Callable[[Any, int], dict[st
         try:
             return processor.process(image).write(file)
         except ParameterError as error:
-            rule = error.rule
+            told = {"rule": error.rule, "value": error.value}
         # outside of the handler, whose error keeps the memory of the work
         if _lacks_memory(lambda: processor.process(image)):
             raise MemoryError
-        return {"rule": rule}
+        return told
 
     return process, ""
 
@@ -110,12 +111,12 @@ def _decode(request: bytes, max_pixels: int) -> Any:
     try:
         data = base64.b64decode(request.rstrip(b"\n"), validate=True)
     except binascii.Error:
-        raise Refused("be a data URI whose base64 is complete and without other characters") from None
+        raise Refused(BROKEN_BASE64) from None
     if not data:
         raise Refused("hold an image, got no bytes")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("error")
+            warnings.simplefilter("ignore")  # Pillow warns of palettes with transparency and of spoilt EXIF, and goes on
             with Image.open(io.BytesIO(data), formats=FORMATS) as image:
                 _check_header(image, max_pixels)
                 image.load()
@@ -132,7 +133,8 @@ def _check_header(image: Any, max_pixels: int) -> None:
         raise Refused(f"have at most {max_pixels} pixels (--max-image-pixels), got {width} x {height}")
     if max(width, height) > MAX_RATIO * min(width, height):
         raise Refused(f"have sides of which one is at most {MAX_RATIO} times the other, got {width} x {height}")
-    if getattr(image, "is_animated", False):
+    # the first picture of a camera's MPO is a JPEG, and those behind it are previews of it or seen by another eye
+    if image.format != "MPO" and getattr(image, "is_animated", False):
         raise Refused("be a single picture, got an animated one")
 
 

@@ -179,7 +179,7 @@ def decode(data: bytes | memoryview, max_result: int, trial: Trial, key: bytes =
         if "error" in told:
             raise ImageAddressError(told["error"])
         if "rule" in told:
-            raise ParameterError("images", told["rule"], "another one")
+            raise ParameterError("images", told["rule"], told["value"])
         if "inputs" in told:
             return ProcessedImage.read(told, file, key), ""
         size = (told["width"], told["height"])

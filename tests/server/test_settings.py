@@ -116,6 +116,16 @@ def test_a_bad_key_is_not_shown():
     assert "12345" not in str(caught.value)
 
 
+@pytest.mark.parametrize("value", ["https://a.org", "a.org/x", "a.org:443", "*.a.org", "a.org,b c", "[::1]"])
+def test_hosts_of_images_that_no_address_can_name(value):
+    """They would be allowed without an effect."""
+    with pytest.raises(
+        ValueError, match=r"^image_hosts must name hosts such as images[.]example[.]org, without scheme, port, path or"
+    ):
+        load({"image_hosts": value})
+    assert load({"image_hosts": "Images.example.org, 93.184.216.34"}).image_hosts == ["Images.example.org", "93.184.216.34"]
+
+
 @pytest.mark.parametrize("value", [" , ", ","])
 @pytest.mark.parametrize("name", ["api_keys", "cors_origins"])
 def test_a_list_of_nothing_but_commas_is_refused(name, value):

@@ -97,8 +97,16 @@ class PixelProcessor:
             raise MemoryError from error
         except Exception as error:  # whatever the code of a processor can raise for the shape of an image
             told = f"{type(error).__name__}: {str(error)[:200]}"
-            raise ParameterError("images", f"hold images that the model's processor takes ({told})", "another one") from error
+            rule = f"hold images that the model's processor takes ({told})"
+            raise ParameterError("images", rule, _described(image)) from error
         return ProcessedImage(inputs, text)
+
+
+def _described(image: Any) -> str:
+    """What an error says of an image, in the 30 characters that it shows of a value."""
+    shape = getattr(image, "shape", None) or getattr(image, "size", None)
+    kind = "a picture" if hasattr(image, "mode") else "an array"
+    return f"{kind} of {' x '.join(map(str, shape))}" if isinstance(shape, tuple) else f"type {type(image).__name__}"
 
 
 def _write_all(file: int, data: bytes | memoryview) -> None:

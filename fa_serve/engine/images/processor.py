@@ -77,7 +77,7 @@ class PromptMaker:
 
         Raises ParameterError if the text has not as many places as there are images, and for an image that is refused.
         """
-        places = self._count_places(text, plain)
+        places = self.num_places(text, plain)
         if places != len(images):
             rule = f"have {self.image_text} in the place of each of its {len(images)} images"
             raise ParameterError("prompt", rule, f"{places} of them")
@@ -93,7 +93,7 @@ class PromptMaker:
         """What the towers get of an image, of PIL or (height, width, 3) uint8. Raises ParameterError if it is refused."""
         return self._input(self._pixels.process(image))
 
-    def _count_places(self, text: str, plain: Sequence[tuple[int, int]]) -> int:
+    def num_places(self, text: str, plain: Sequence[tuple[int, int]] = ()) -> int:
         """In how many places an image stands. What a client has written is no place."""
         begins = (found.start() for found in re.finditer(re.escape(self.image_text), text))
         return sum(not any(first <= begin < last for first, last in plain) for begin in begins)

@@ -99,5 +99,5 @@ def test_what_the_processor_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         raise RuntimeError("sizes do not match")
 
     monkeypatch.setattr(processor, "_process_images", fail)
-    with pytest.raises(ParameterError, match="RuntimeError: sizes do not match"):
+    with pytest.raises(ParameterError, match=r"RuntimeError: sizes do not match.*, got 'a picture of 40 x 32'$"):
         pixels.process(picture(1))

@@ -91,8 +91,11 @@ def test_as_many_places_as_pictures(maker: PromptMaker) -> None:
 
 
 def test_a_picture_that_the_processor_refuses(maker: PromptMaker) -> None:
-    with pytest.raises(ParameterError, match="images must hold images that the model's processor takes"):
-        maker.prompt("<image>", ["no picture"])
+    rule = "images must hold images that the model's processor takes"
+    with pytest.raises(ParameterError, match=rf"{rule} .*, got 'type bytes'$"):
+        maker.prompt("<image>", [b"file"])
+    with pytest.raises(ParameterError, match=rf"{rule} .*, got 'an array of 2 x 3 x 4 x 5'$"):
+        maker.prompt("<image>", [np.zeros((2, 3, 4, 5), dtype=np.uint8)])
 
 
 def make_llava(folder: Path) -> Any:

@@ -53,6 +53,7 @@ def test_addresses_that_are_refused(url: str, message: str) -> None:
 )
 def test_data_uris_that_are_read(head: str) -> None:
     assert read_address(f"{head},QUJD", 100) == b"QUJD"
+    assert read_address(f" \n{head},QUJD\n", 100) == b"QUJD", "white space around an address is no part of it"
 
 
 def test_the_head_of_a_data_uri_is_read_in_no_time() -> None:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from fa_serve.server.images.decode_process import STRIP, prepare
 from image_models import picture, png, save_llava
-from security.hostile_images import bomb
+from security.hostile_images import animated, bomb
 from transformers import LlavaProcessor
 
 from fa_serve.engine.images.processed import PixelProcessor, ProcessedImage
@@ -48,6 +48,33 @@ def test_pixels_of_several_strips(file: int) -> None:
     assert told == {"width": 1200, "height": 1000, "reason": ""}
     pixels = np.frombuffer(os.pread(file, 4 * 1200 * 1000, 0), np.uint8).reshape(1000, 1200, 4)
     assert np.array_equal(pixels[..., :3], np.asarray(image))
+
+
+def _decoded(data: bytes, file: int) -> np.ndarray:
+    told = json.loads(prepare({"max_pixels": LIMIT, "processor": None})(base64.b64encode(data), file))
+    assert "error" not in told, told
+    count = 4 * told["width"] * told["height"]
+    return np.frombuffer(os.pread(file, count, 0), np.uint8).reshape(told["height"], told["width"], 4)[..., :3]
+
+
+def test_a_palette_with_transparency(file: int) -> None:
+    """Optimised PNGs have one for each colour. The decoder warns of them."""
+    image = picture(1).convert("P")
+    pixels = _decoded(png(image, transparency=bytes([0, 120] * 100)), file)
+    assert np.array_equal(pixels, np.asarray(image.convert("RGB")))
+
+
+def test_spoilt_exif(file: int) -> None:
+    """The decoder warns of EXIF that ends too early. It is left out."""
+    spoilt = b"Exif\0\0II*\0\x08\0\0\0\xff\0" + b"\x12\x01" * 4
+    assert _decoded(png(picture(1), "JPEG", exif=spoilt), file).shape == (32, 40, 3)
+
+
+def test_a_picture_of_a_camera_with_a_preview(file: int) -> None:
+    """A JPEG with others behind it, which Pillow calls MPO, is no animation."""
+    first = _decoded(png(picture(0), "JPEG"), file).copy()
+    os.lseek(file, 0, os.SEEK_SET)
+    assert np.array_equal(_decoded(animated("MPO"), file), first)
 
 
 def test_refused_files_write_nothing(file: int) -> None:
@@ -104,6 +131,8 @@ def test_torch_without_memory(tmp_path: Path, file: int, monkeypatch: pytest.Mon
         with pytest.raises(MemoryError):
             work(request, file)
     else:
-        rule = json.loads(work(request, file))["rule"]
+        told = json.loads(work(request, file))
+        rule = told["rule"]
+        assert told["value"] == "a picture of 40 x 32"
         assert rule.startswith("hold images that the model's processor takes (")
         assert ("RuntimeError: " in rule) == (error == "shapes")

@@ -452,9 +452,7 @@ async def test_a_large_picture_hardly_takes_the_interpreter(processing: ImageLoa
 
 @pytest.mark.parametrize("text", ["QUJ", "####", "QU\nJD", "Ä"])
 async def test_base64_that_is_wrong(loader: ImageLoader, text: str) -> None:
-    with pytest.raises(
-        BadRequest, match=r"image_url[.]url must be a data URI whose base64 is complete and without other characters"
-    ):
+    with pytest.raises(BadRequest, match=r"image_url[.]url must have base64 that is complete and without other characters"):
         await loader.load(sent([f"data:image/png;base64,{text}"]), None)
 
 

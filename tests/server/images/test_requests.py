@@ -264,6 +264,33 @@ async def test_images_in_results_of_tools(serving, expected, tmp_path) -> None:
 
 
 @pytest.mark.usefixtures("warm_trials")
+async def test_a_template_that_leaves_out_images_is_named(serving, tmp_path) -> None:
+    """The client has not written the prompt, and cannot know that places are missing in it."""
+    path = tmp_path / "template.jinja"
+    path.write_text(TEMPLATE.replace("%}<image>{%", "%}{%"))
+    async with serving(chat_template=str(path)) as client:
+        reply = await client.post("/v1/chat/completions", json=chat(image_part(0), TEXT))
+    assert reply.status_code == 400
+    error = reply.json()["error"]
+    assert error["message"].startswith("The chat template must write a place for each image, got 0 places for 1 images: ")
+    assert "--chat-template" in error["message"]
+    assert error["param"] == "messages"
+
+
+@pytest.mark.usefixtures("warm_trials")
+@pytest.mark.parametrize("detail", ["auto", "low", "high", "original"])
+async def test_detail_has_no_effect(serving, detail: str) -> None:
+    """Whatever OpenAI's clients may send."""
+    part = image_part(0)
+    plain = {"type": "input_image", "image_url": part["image_url"]["url"]}
+    part["image_url"]["detail"] = detail
+    body = {"model": "tiny", "input": [{"role": "user", "content": [plain | {"detail": detail}]}], "max_output_tokens": 1}
+    async with serving() as client:
+        assert (await client.post("/v1/chat/completions", json=chat(part, TEXT))).status_code == 200
+        assert (await client.post("/v1/responses", json=body)).status_code == 200
+
+
+@pytest.mark.usefixtures("warm_trials")
 async def test_a_template_that_leaves_out_images_of_tools_is_named(serving, tmp_path) -> None:
     path = tmp_path / "template.jinja"
     path.write_text(
