@@ -98,11 +98,12 @@ def fuse_layers(model: PreTrainedModel, *, deterministic: bool = False) -> int:
 
     deterministic: leave out latent attention, whose absorbed products depend on the number of rows
 
-    For a kind that cannot be fused the log says why.
+    For a kind that cannot be fused the log says why. Left out: layers that a text does not come to, such as those of towers.
     """
-    found: list[Any] = [m for m in model.modules() if isinstance(getattr(m, "self_attn", None), nn.Module) or find_mixer(m)]
+    layers: list[Any] = [m for m in model.modules() if isinstance(getattr(m, "self_attn", None), nn.Module) or find_mixer(m)]
     recorder = AttentionRecorder()
-    inputs = observe_inputs(model, found, recorder)
+    inputs = observe_inputs(model, layers, recorder)
+    found = [layer for layer in layers if layer in inputs]
     calls: dict[nn.Module, LayerCall] = {
         layer: recorder.calls[layer.self_attn] for layer in found if getattr(layer, "self_attn", None) in recorder.calls
     }

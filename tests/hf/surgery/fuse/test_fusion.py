@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from every_type import tiny_model
 from hf_families import FUSED, Family, family
 from latent_families import attention_call
 from tiny_models import greedy, make_model
@@ -100,6 +101,16 @@ def test_a_layer_whose_code_says_otherwise_is_left_alone(monkeypatch, caplog) ->
     patch(model)
     assert fuse_layers(model) == 0
     assert "LlamaDecoderLayer layers are not fused: with rotary embedding its output would change" in caplog.text
+
+
+def test_layers_of_towers_are_no_layers_of_texts(caplog) -> None:
+    caplog.set_level("INFO", "fa_serve")
+    model = tiny_model("llava")
+    patch(model)
+    layers = len(model.get_decoder().layers)
+    assert fuse_layers(model) == layers
+    assert f"{layers} of {layers} layers are fused" in caplog.text
+    assert "are not fused" not in caplog.text, "nobody asked for those of the tower"
 
 
 def test_each_kind_is_proven_by_itself() -> None:
