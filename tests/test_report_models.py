@@ -199,13 +199,9 @@ def test_the_limits_of_the_length_are_those_of_the_results() -> None:
     assert report_limits.length_limits(["llama", *limits]) == limits
 
 
-NOT_RUN_UPSTREAM = {"a.x-k2", "deepseek-v3.2", "glm-moe-dsa", "hy-v4"}
-"""Families whose own tests in transformers have not been run with fa_serve yet."""
-
-
 def test_no_failure_of_transformers_own_tests_is_without_a_reason() -> None:
     families = json.loads(UPSTREAM.read_text())["families"]
-    assert set(families) == {f.name for f in FAMILIES} - NOT_RUN_UPSTREAM
+    assert set(families) == {f.name for f in FAMILIES}
     for row in families.values():
         assert row["passed"] > 20
         assert all("refuses with a sentence" in why or "with sdpa itself" in why for why in row["failed"].values())
