@@ -151,7 +151,8 @@ class Service:
             if not self.has_started:
                 return "the model could not be loaded"
             if not (self.engine.is_alive or self.engine.is_restarting):
-                return f"the engine has died: {self.engine.death_cause}".removesuffix(": ")
+                cause = self.engine.death_cause
+                return f"the engine has died: {cause}" if cause else "the engine has died"
         return None
 
     def engine_life(self) -> EngineLife | None:

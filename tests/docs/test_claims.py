@@ -179,6 +179,13 @@ def test_other_pages_say_what_was_measured(page) -> None:
         assert claim in text, claim
 
 
+def test_images_over_http_are_slower_than_vllms_in_no_measure() -> None:
+    """The list on the first page does not name them."""
+    found = ratios("images", "vllm", "* http *")
+    assert len(found) == 4
+    assert min(found) >= 1
+
+
 def test_no_other_workload_of_text_on_h200s_is_slower_than_vllms() -> None:
     """The faq says so, and the first pages name the one that is."""
     rates = [line for line in lines("engine") if line["unit"] == "tok/s" and "vllm" in line["peers"]]
