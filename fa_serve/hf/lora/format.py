@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,7 @@ MAX_HEADER_BYTES = 16 << 20
 """Bound of the header of adapter_model.safetensors, which has about 150 bytes for each tensor."""
 MAX_RANK = 4096
 PREFIX = "base_model.model."
-DTYPES = ("F16", "BF16", "F32")
+DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "bias": ("none",),
     "init_lora_weights": (True, False, "gaussian", "eva", "orthogonal"),
@@ -342,35 +342,55 @@ def _check_header(path: Path, max_bytes: int) -> None:
 
 
 def _read_tensors(path: Path) -> dict[tuple[str, str], Tensor]:
-    """The tensors by (module, kind), each of which is finite."""
-    found = {}
+    """The tensors by (module, kind). They are finite, and views of the file, which is mapped into memory."""
     try:
         with safe_open(path, framework="pt") as file:
-            for name in list(file.keys()):
-                match = _TENSOR.fullmatch(name)
-                if match is None:
-                    raise ParameterError(
-                        "tensor", f"be named as peft names those of LoRA, {PREFIX}MODULE.lora_A.weight", _shown(name)
-                    )
-                dtype = file.get_slice(name).get_dtype()
-                if dtype not in DTYPES:
-                    raise ParameterError(_shown(name), f"have one of the dtypes {', '.join(DTYPES)}", dtype)
-                tensor = file.get_tensor(name)
-                if not is_finite(tensor):
-                    raise ParameterError(_shown(name), "hold finite numbers", "NaN or an infinity")
-                found[match["module"], match["kind"]] = tensor
+            names = file.offset_keys()
+            slices = [file.get_slice(name) for name in names]
+            forms = [(each.get_dtype(), each.get_shape()) for each in slices]
     except SafetensorError as error:
         raise ParameterError(WEIGHTS_FILE, "be a file of safetensors", str(error)[:128]) from None
-    return found
+    found = {}
+    for name, (dtype, _) in zip(names, forms, strict=True):
+        match = _TENSOR.fullmatch(name)
+        if match is None:
+            raise ParameterError("tensor", f"be named as peft names those of LoRA, {PREFIX}MODULE.lora_A.weight", _shown(name))
+        if dtype not in DTYPES:
+            raise ParameterError(_shown(name), f"have one of the dtypes {', '.join(DTYPES)}", dtype)
+        found[match["module"], match["kind"]] = name
+    tensors = dict(zip(names, _map_tensors(path, forms), strict=True))
+    for name, tensor in tensors.items():
+        if not is_finite(tensor):
+            raise ParameterError(_shown(name), "hold finite numbers", "NaN or an infinity")
+    return {key: tensors[name] for key, name in found.items()}
+
+
+def _map_tensors(path: Path, forms: Sequence[tuple[str, Sequence[int]]]) -> Iterator[Tensor]:
+    """Tensors of these dtypes and shapes, which fill the end of a file in this order.
+
+    `safe_open` has checked that no byte lies between them. Its `get_tensor` takes five times as long for the hundreds of small
+    tensors of an adapter, because it makes a storage for each of them.
+    """
+    lengths = [math.prod(shape) * DTYPES[dtype].itemsize for dtype, shape in forms]
+    size = path.stat().st_size
+    begin = size - sum(lengths)
+    if begin < 8:
+        raise ParameterError(WEIGHTS_FILE, "be a file that nobody changes while it is read: try again", f"{size} bytes")
+    data = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
+    for (dtype, shape), length in zip(forms, lengths, strict=True):
+        own = data[begin : begin + length]
+        if begin % DTYPES[dtype].itemsize:  # other writers may not align tensors, and PyTorch views aligned memory only
+            own = own.clone()
+        yield own.view(DTYPES[dtype]).view(*shape)
+        begin += length
 
 
 def is_finite(x: Tensor) -> bool:
-    """Whether no number of x is a NaN or an infinity.
+    """Whether no number of x is a NaN or an infinity. The smallest and the largest number are NaN if any number is.
 
-    A finite sum proves it, fifty times as fast as `isfinite` for bfloat16 on a CPU. A sum of finite numbers may overflow, so
-    each number is looked at if the sum is not finite.
+    Ten times as fast as `isfinite` on a CPU, and it allocates nothing.
     """
-    return bool(torch.isfinite(x.sum(dtype=torch.float32))) or bool(torch.isfinite(x).all())
+    return x.numel() == 0 or all(math.isfinite(float(each)) for each in torch.aminmax(x))
 
 
 def _assemble(config: AdapterConfig, tensors: Mapping[tuple[str, str], Tensor]) -> LoraAdapter:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import pickle
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from fa_serve.hf.lora import format as format_module
 from fa_serve.hf.lora.format import MAX_CONFIG_BYTES, MAX_HEADER_BYTES, file_facts, is_finite, read_adapter
 from fa_serve.spec import ParameterError
 
@@ -256,8 +259,47 @@ def test_parameters_are_told_from_linear_layers(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_sum_that_overflows_is_no_infinity(dtype: torch.dtype) -> None:
+def test_the_largest_numbers_are_finite(dtype: torch.dtype) -> None:
     largest = torch.full((3, 5), torch.finfo(dtype).max, dtype=dtype)
     assert is_finite(largest)
+    assert is_finite(-largest.t())
+    assert is_finite(largest[:0])
     assert not is_finite(torch.cat([largest, largest.new_full((1, 5), torch.nan)]))
-    assert not is_finite(torch.tensor([torch.inf, -torch.inf], dtype=dtype))
+    for infinity in (torch.inf, -torch.inf):
+        assert not is_finite(torch.cat([largest, largest.new_full((1, 5), infinity)]))
+
+
+@pytest.mark.parametrize("spaces", [0, 1, 2, 5])
+def test_tensors_of_all_dtypes_are_read_from_any_address(tmp_path, spaces: int) -> None:
+    """A header of odd length, which other writers leave, puts tensors where PyTorch has no view of their dtype."""
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    given = {}
+    for layer, dtype in enumerate(dtypes):
+        both = tensors(module=f"base_model.model.model.layers.{layer}.self_attn.q_proj").values()
+        names = (f"base_model.model.model.layers.{layer}.self_attn.q_proj.lora_{x}.weight" for x in "AB")
+        given |= {name: torch.randn(x.shape).to(dtype) for name, x in zip(names, both, strict=True)}
+    path = write(tmp_path, given) / "adapter_model.safetensors"
+    whole = path.read_bytes()
+    end = 8 + int.from_bytes(whole[:8], "little")
+    header = whole[8:end].rstrip() + b" " * spaces
+    path.write_bytes(struct.pack("<Q", len(header)) + header + whole[end:])
+    modules = read_adapter(tmp_path).modules
+    assert len(modules) == 3
+    for name, low in modules.items():
+        assert torch.equal(low.a, given[f"base_model.model.{name}.lora_A.weight"])
+        assert torch.equal(low.b, given[f"base_model.model.{name}.lora_B.weight"])
+        assert low.a.dtype == given[f"base_model.model.{name}.lora_A.weight"].dtype
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_refused(tmp_path, monkeypatch) -> None:
+    path = write(tmp_path) / "adapter_model.safetensors"
+    opened = format_module.safe_open
+
+    @contextmanager
+    def open_and_shrink(*args: Any, **kwargs: Any) -> Iterator[Any]:
+        with opened(*args, **kwargs) as file:
+            yield file
+        path.write_bytes(path.read_bytes()[:16])
+
+    monkeypatch.setattr(format_module, "safe_open", open_and_shrink)
+    assert "nobody changes" in refused(tmp_path).rule
