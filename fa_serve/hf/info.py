@@ -31,6 +31,7 @@ from fa_serve.hf.adapter.short_choices import find_short_choices
 from fa_serve.hf.adapter.translate import spec_of, translate
 from fa_serve.hf.encoders.facts import EncoderFacts, encoder_facts
 from fa_serve.hf.encoders.folder import EncoderTask, recognise_task
+from fa_serve.hf.encoders.load import encoder_class
 from fa_serve.hf.encoders.packed import require_text
 from fa_serve.hf.images import ImageReader
 from fa_serve.hf.latent_layers import LatentSizes, latent_sizes, latent_spec
@@ -160,10 +161,13 @@ def describe(
     config = copy.deepcopy(loaded)
     for each in _configs(config):
         each._experts_implementation = "batched_mm"  # see model_layers
-    whole = _make_without_weights(config)
-    parts = {part.name: part for part in (_examine(*each, device, arch) for each in _models(whole))}
     folder = _folder_of(model_or_config)
     task = "generate" if folder is None else recognise_task(folder)
+    auto: Any = transformers.AutoModel
+    if task != "generate":
+        config, auto = encoder_class(config, cast(EncoderTask, task))
+    whole = _make_without_weights(config, auto)
+    parts = {part.name: part for part in (_examine(*each, device, arch) for each in _models(whole))}
     if folder is not None and task != "generate":
         return _describe_encoder(folder, cast(EncoderTask, task), whole, list(parts.values()), tensor_parallel)
     weights: dict[str, str] | str = {}
@@ -188,8 +192,8 @@ def describe(
     return Description(list(parts.values()), engine, weights, share, states, _why_no_images(loaded), limit)
 
 
-def _make_without_weights(config: PreTrainedConfig) -> PreTrainedModel:
-    auto: Any = transformers.AutoModel
+def _make_without_weights(config: PreTrainedConfig, auto: Any) -> PreTrainedModel:
+    """auto: the class of transformers that makes the model"""
     try:
         with torch.device("meta"):
             model: PreTrainedModel = auto.from_config(config, attn_implementation="eager", dtype=config.dtype or torch.bfloat16)

@@ -52,6 +52,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "nomic": ("nomic_bert", SIZES),
     "qwen3": ("qwen3", _DECODER),
     "gemma3": ("gemma3_text", _DECODER | _ALTERNATING | {"sliding_window": 8, "use_bidirectional_attention": True}),
+    "t5": ("t5", SIZES | {"d_ff": 48, "d_kv": 16, "num_decoder_layers": 1, "relative_attention_max_distance": 16}),
     "gemma3-causal": ("gemma3_text", _DECODER | _ALTERNATING | {"sliding_window": 8}),
 }
 """By name: the type of the model, and what its config has besides. gte models are bert, modernbert and qwen."""
@@ -90,7 +91,8 @@ def make_encoder(family: str, head: str = "Model", **settings: Any) -> PreTraine
     kind, own = FAMILIES[family]
     config = AutoConfig.for_model(kind, **own | settings)
     torch.manual_seed(0)
-    auto = {"Model": "AutoModel"}.get(head, f"AutoModel{head}")
+    without_decoder = "AutoModelForTextEncoding" if type(config).is_encoder_decoder else "AutoModel"
+    auto = {"Model": without_decoder}.get(head, f"AutoModel{head}")
     model = getattr(transformers, auto).from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():

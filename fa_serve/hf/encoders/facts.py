@@ -15,10 +15,10 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModel, PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig
 
 from fa_serve.hf.encoders.folder import EncoderFolder, EncoderTask, read_folder
-from fa_serve.hf.encoders.load import labels_of, with_its_attention
+from fa_serve.hf.encoders.load import encoder_class, labels_of, with_its_attention
 from fa_serve.hf.encoders.modules import pooling_modes
 from fa_serve.hf.encoders.packed import PackedModel
 
@@ -65,7 +65,7 @@ def encoder_facts(path: str, task: EncoderTask) -> EncoderFacts:
         folder.activation,
         tuple(folder.prompts),
         folder.max_tokens,
-        _packs(config),
+        _packs(*encoder_class(config, task)),
     )
 
 
@@ -96,13 +96,13 @@ def _one_layer(config: PreTrainedConfig) -> PreTrainedConfig:
     return cast(PreTrainedConfig, small)
 
 
-def _packs(config: PreTrainedConfig) -> bool | None:
+def _packs(config: PreTrainedConfig, auto: Any) -> bool | None:
+    """As in `EncoderFacts`. auto: the class of transformers that makes the model"""
     if type(config.get_text_config()) is not type(config):
         return None
 
     def make(attention: str | None) -> nn.Module:
         own = {} if attention is None else {"attn_implementation": attention}
-        auto: Any = AutoModel
         model: nn.Module = auto.from_config(copy.deepcopy(small), dtype=torch.float32, **own)
         return model
 

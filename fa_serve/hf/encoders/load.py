@@ -8,6 +8,7 @@ Left out: the tokenizer itself, which another process may need as well (fa_serve
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,7 +16,16 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM, AutoModelForSequenceClassification, PreTrainedModel
+from transformers import (
+    MODEL_FOR_TEXT_ENCODING_MAPPING,
+    AutoConfig,
+    AutoModel,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTextEncoding,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
 from fa_serve.hf.adapter.models import NAME
 from fa_serve.hf.encoders.folder import EncoderFolder, EncoderTask
@@ -65,8 +75,7 @@ def _load(folder: EncoderFolder, dtype: str, device: torch.device, trust_remote_
     words: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     if folder.subfolder:
         words["subfolder"] = folder.subfolder
-    config = AutoConfig.from_pretrained(folder.path, **words)
-    kind = _CLASSES[folder.task]
+    config, kind = encoder_class(AutoConfig.from_pretrained(folder.path, **words), folder.task)
 
     def load(attention: str | None) -> PreTrainedModel:
         own = {} if attention is None else {"attn_implementation": attention}
@@ -79,6 +88,20 @@ def _load(folder: EncoderFolder, dtype: str, device: torch.device, trust_remote_
     if own is not None:
         log.warning("the attention of this model is its own: %s", own)
     return model
+
+
+def encoder_class(config: PreTrainedConfig, task: EncoderTask) -> tuple[PreTrainedConfig, Any]:
+    """The class of transformers that makes the model of a task, and the config that it takes.
+
+    For embeddings, T5 and its relatives are made without their decoder, as sentence-transformers makes them. Their class alone
+    says that they have one: a T5EncoderModel that was saved has `is_encoder_decoder=False` in its config.
+    """
+    makes_encoder = type(config).is_encoder_decoder and type(config) in MODEL_FOR_TEXT_ENCODING_MAPPING
+    if not makes_encoder or task not in ("embed", "token_embed"):
+        return config, _CLASSES[task]
+    own = copy.deepcopy(config)
+    own.is_encoder_decoder = False
+    return own, AutoModelForTextEncoding
 
 
 def with_its_attention(make: Callable[[str | None], T]) -> tuple[T, UnsupportedModelError | None]:

@@ -1,5 +1,7 @@
 """Encoders are loaded with all of their weights or refused."""
 
+import json
+
 import pytest
 import torch
 from encoder_folders import save_encoder
@@ -23,6 +25,17 @@ def test_a_model_with_its_own_attention_is_padded(tmp_path) -> None:
     loaded = load_encoder(read_folder(str(save_encoder(tmp_path, "mpnet")), "embed"), dtype="float32", device=CPU)
     assert not loaded.model.packs
     assert loaded.max_positions == 48  # of 50, because positions begin behind that of the padding
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_t5_is_loaded_without_a_decoder(tmp_path, told: bool) -> None:
+    """Folders of sentence-transformers say that T5 has a decoder. A T5EncoderModel that was saved says that it has none."""
+    path = save_encoder(tmp_path, "t5")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"is_encoder_decoder": told}))
+    loaded = load_encoder(read_folder(str(path), "embed"), dtype="float32", device=CPU)
+    assert type(loaded.model.model).__name__ == "T5EncoderModel"
+    assert not loaded.model.packs  # its bias is that of the distance in the batch
 
 
 @pytest.mark.parametrize("task", ["score", "classify", "sparse"])
