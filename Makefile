@@ -26,7 +26,7 @@ SHELL       := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve install test test-compiled test-triton test-newest lint types docs check format test-load test-ray test-security fuzz abuse test-gpu memcheck bench release \
+.PHONY: help serve install test test-slow test-compiled test-triton test-newest lint types docs check format test-load test-ray test-security fuzz abuse test-gpu memcheck bench release \
   kernel-package requirements sbom pin-images clean
 
 BIN    := $(VENV)/bin
@@ -41,6 +41,12 @@ LOCK   := $(VENV)/tools/bin/uv pip compile --generate-hashes --only-binary :all:
 OF_CUDA := 's/^torch==.*/torch==2.11.0/; s/^torchvision==.*/torchvision==0.26.0/'
 PYTEST := FA_SERVE_CASES=$(CASES) $(BIN)/pytest -n $(JOBS) --dist worksteal --timeout 300 -q
 
+# Triton's interpreter is chosen when Triton is imported, so interpreted tests have a session of their own. There is no Triton but on Linux
+define run_tests
+$(if $(filter Linux,$(shell uname -s)),TRITON_INTERPRET=1 FA_SERVE_SHARE=$(SHARE) $(PYTEST) tests --ignore tests/gpu -m '$(1)')
+FA_SERVE_SHARE=$(SHARE) $(PYTEST) tests --ignore tests/gpu --ignore-glob '*_compiled.py' -m '$(1)'
+endef
+
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' Makefile
 	@echo "  variables: PYTHON=$(PYTHON) HOST=$(HOST) PORT=$(PORT) MODEL=<hub name or folder> ARGS=<more flags> JOBS=$(JOBS) CASES=$(CASES) (or all)"
@@ -50,11 +56,11 @@ serve: $(VENV)/.server ## install and serve the embedded model (or MODEL) on HOS
 
 install: $(VENV)/.server ## install the package with its server into .venv, with the versions that are tested
 
-test: $(VENV)/.test $(VENV)/images/.installed ## install and run the tests that need no GPU, but those of `make test-compiled`
-ifeq ($(shell uname -s),Linux)
-	TRITON_INTERPRET=1 FA_SERVE_SHARE=$(SHARE) $(PYTEST) tests --ignore tests/gpu
-endif
-	FA_SERVE_SHARE=$(SHARE) $(PYTEST) tests --ignore tests/gpu --ignore-glob '*_compiled.py'
+test: $(VENV)/.test $(VENV)/images/.installed ## install and run the tests that need no GPU, but those of `make test-slow` and `make test-compiled`
+	$(call run_tests,not slow)
+
+test-slow: $(VENV)/.test $(VENV)/images/.installed ## the tests marked `slow`: whole programs, servers, browsers, and what takes more than a second
+	$(call run_tests,slow)
 
 test-compiled: $(VENV)/.test ## the files named test_*_compiled.py: every kernel compiles for every target, without a GPU
 	FA_SERVE_SHARE=$(SHARE) $(PYTEST) $$(find tests -name 'test_*_compiled.py')
@@ -104,7 +110,7 @@ docs: $(VENV)/.docs ## build the documentation into site/, strictly and without 
 # Each suite has all JOBS processors; what keeps one processor busy, or waits, runs side by side. Ray's tests come behind the suites,
 # because Ray starts six processes at once, which import what is compiled to bytecode by then.
 check: $(VENV)/.test ## what CI runs
-	$(MAKE) lint test test-compiled
+	$(MAKE) lint test test-slow test-compiled
 	$(MAKE) --jobs 2 --output-sync=target test-ray types docs $(VENV)/.newest $(OTHER_RELEASES)
 	$(MAKE) test-triton test-newest
 

@@ -115,6 +115,7 @@ def test_checkpointing(opaque: Opaque, use_reentrant: bool) -> None:
     assert all(x.grad is not None for x in given)
 
 
+@pytest.mark.slow
 def test_data_parallel_training(tmp_path: Path) -> None:
     """Two processes with a row each end with the gradients that one process has of both rows."""
     meeting_point = str(tmp_path / "ranks")
@@ -154,6 +155,7 @@ def test_a_plan_is_made_again_for_deterministic_algorithms(opaque: Opaque) -> No
     assert [spec.deterministic for spec, _ in opaque.planned if spec.op == "backward"] == [False, True]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_one_call_asks_for_gradients_that_repeat(opaque: Opaque, packed: bool, compiled: bool) -> None:

@@ -32,6 +32,7 @@ print(sorted({*adapters} & sys.modules.keys()))
 """
 
 
+@pytest.mark.slow
 def test_adapters_are_imported_by_name_only_and_need_no_host():
     """The adapter to transformers is imported when transformers is, which `tests/hf/adapter/test_register.py` tests."""
     assert run(ADAPTERS).splitlines() == ["[]", "['fa_serve.diffusers', 'fa_serve.flash_attn', 'fa_serve.vllm']"]
@@ -45,6 +46,7 @@ def test_public_names():
         fa_serve.nonsense  # noqa: B018
 
 
+@pytest.mark.slow
 def test_the_engine_is_imported_when_it_is_used():
     """A server whose engine runs in another process starts that process before either has imported transformers' models."""
     program = """

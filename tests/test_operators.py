@@ -85,6 +85,7 @@ def test_attention_is_one_node(function: tuple[Callable[..., Any], dict[str, Any
     assert set(nodes) == {f"fa_serve.{call.__name__}.default"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("compiler", COMPILERS)
 @pytest.mark.parametrize("function", [DENSE, VARLEN, PAGED], ids=lambda call: call[0].__name__)
@@ -106,6 +107,7 @@ def test_out_is_written_in_a_graph(function: tuple[Callable[..., Any], dict[str,
         torch.testing.assert_close(out, expected, rtol=0, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("compiler", COMPILERS)
 @torch.no_grad()

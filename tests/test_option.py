@@ -14,6 +14,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from house.source import House
 from house.statements import sizes_stay_readable
 
@@ -108,6 +109,7 @@ def test_the_files_are_those_that_are_listed() -> None:
     assert len(EDITS) <= MOST_FILES
 
 
+@pytest.mark.slow
 def test_an_option_is_added_in_these_files(tmp_path: Path) -> None:
     """The oracle and the portable kernel of prompts compute it, the others refuse it, and graphs have it."""
     for folder in ("fa_serve", "tests/support"):

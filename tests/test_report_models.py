@@ -95,6 +95,7 @@ def test_a_reason_without_a_code_is_noticed() -> None:
         report_table.cell("the moon is full")
 
 
+@pytest.mark.slow
 def test_the_rows_of_what_the_engine_does_beyond_text_are_what_the_code_does() -> None:
     results = json.loads(RESULTS.read_text())
     if results["versions"]["transformers"] != transformers.__version__:
@@ -137,6 +138,7 @@ def test_the_results_are_of_every_family_and_every_check() -> None:
     assert {column for row in families.values() for column in row} == set(COLUMNS.values())
 
 
+@pytest.mark.slow
 def test_the_table_of_models_with_states_is_what_the_code_does() -> None:
     results = json.loads(RESULTS.read_text())["hybrids"]
     assert list(results) == list(report_hybrids.TYPES), AGAIN
@@ -217,6 +219,7 @@ def test_the_table_of_latent_attention_is_what_the_engine_does() -> None:
     assert {row["rotary"] for row in results["latent"]["tested"].values()} == {"halves", "neighbours", "-"}
 
 
+@pytest.mark.slow
 def test_the_experts_are_those_of_the_installed_transformers() -> None:
     results = json.loads(RESULTS.read_text())
     if results["versions"]["transformers"] != transformers.__version__:

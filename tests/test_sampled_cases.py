@@ -68,6 +68,7 @@ def collect(folder: Path, *arguments: str) -> Selected:
     return selected
 
 
+@pytest.mark.slow
 def test_a_grid_is_sampled_and_each_value_of_each_axis_occurs(tmp_path: Path) -> None:
     selected = collect(tmp_path)
     grid = selected.of("test_grid")
@@ -81,24 +82,28 @@ def test_a_grid_is_sampled_and_each_value_of_each_axis_occurs(tmp_path: Path) ->
     assert all({case[axis] for case in switches} == {"True", "False"} for axis in range(3))
 
 
+@pytest.mark.slow
 def test_tables_and_marked_grids_run_whole(tmp_path: Path) -> None:
     selected = collect(tmp_path)
     assert len(selected.of("test_planted_faults")) == 50
     assert len(selected.of("test_table")) == 30
 
 
+@pytest.mark.slow
 def test_a_sample_is_taken_of_the_cases_that_are_asked_for(tmp_path: Path) -> None:
     grid = collect(tmp_path, "-k", "test_grid and left").of("test_grid")
     assert len(grid) == 10
     assert all("left" in case for case in grid)
 
 
+@pytest.mark.slow
 def test_everything_runs_on_demand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampled_cases, "ALL", True)
     assert len(collect(tmp_path).names) == 100 + 50 + 30 + 8
     assert sampled_cases.each_nth(4, range(9)) == list(range(9))
 
 
+@pytest.mark.slow
 def test_shares_of_files_are_all_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = [str(path) for path in Path(__file__).parent.rglob("test_*.py")]
     shares = []

@@ -17,6 +17,7 @@ from fa_serve.ops.collectives.all_reduce import AllReduce, listen
 CASES = [f"{size} {what} 2 ranks gloo" for size in bench_allreduce.TINY_SIZES for what in ("sum", "norm")]
 
 
+@pytest.mark.slow
 def test_every_case_is_measured_after_the_gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     """The other rank is forked. Fresh interpreters are what `listen` and `join` start in tests/ops/collectives."""
 

@@ -226,6 +226,7 @@ def test_the_flash_peers_are_called_in_their_own_words(monkeypatch: pytest.Monke
     assert not measure.flash_peers("cudnn", q, k, v, [3, 3], (-1, 0))
 
 
+@pytest.mark.slow
 def test_the_ideas_of_float8_inputs_lower_the_error(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.setattr("sys.argv", ["bench_attention.py", "fp8", "--tiny", "--head-dims", "128", "--out", str(tmp_path)])
     bench_attention.main()

@@ -12,6 +12,7 @@ from benchmarks.engine.engine_workloads import make_model
 from benchmarks.measure import Results
 
 
+@pytest.mark.slow
 def test_each_part_has_a_line(tmp_path: Path) -> None:
     results = Results("cascade", tmp_path)
     bench_cascade.measure_layer(results, bench_cascade.TINY, "cpu")

@@ -11,6 +11,7 @@ from benchmarks.engine.engine_workloads import make_model
 from benchmarks.measure import Results
 
 
+@pytest.mark.slow
 def test_each_part_has_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_host_tier, "REPEATS", 1)
     results = Results("host_tier", tmp_path)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from benchmarks.engine.bench_images import SETTINGS, SHAPES, TINY, Sizes, measure
 from benchmarks.measure import Cells, Results
 
@@ -17,6 +19,7 @@ def run(folder: Path, cells: Cells) -> list[str]:
     return [line["case"].removeprefix("tiny ") for line in lines]
 
 
+@pytest.mark.slow
 def test_tiny_sizes(tmp_path: Path) -> None:
     assert run(tmp_path, Cells("requests,first,again,text", 600)) == [
         "requests",

@@ -7,6 +7,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from benchmarks.child_process import Log, answers
 
 CHILD = "import subprocess, sys; other = subprocess.Popen(['sleep', '60']); print('@', other.pid, flush=True); other.wait()"
@@ -44,6 +46,7 @@ def test_the_cause_is_shown_first_and_everything_is_in_a_file(tmp_path: Path) ->
     assert (tmp_path / "peer.log").read_text().count("\n") == 53
 
 
+@pytest.mark.slow
 def test_a_late_process_ends_with_those_that_it_has_started() -> None:
     (other,), log = told(CHILD, seconds=2.0)
     assert log == ["its time is up\n"]

@@ -18,6 +18,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["many_adapters", *words])
 
 
+@pytest.mark.slow
 def test_every_answer_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     monkeypatch.setattr(sys, "argv", [*sys.argv, "--results", str(tmp_path)])
     many_adapters.main()

@@ -61,6 +61,7 @@ def test_the_floor_has_the_keys_and_values_that_layers_see(shape: str, numbers: 
     assert floor_bytes(engine, 3) == weights_of_step(engine._runner.model, 3) + 3 * 4 * numbers
 
 
+@pytest.mark.slow
 def test_one_command_prints_steps_beside_their_floors(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     monkeypatch.setattr(engine_workloads, "SHAPES", dict(SHAPES))
     monkeypatch.setitem(engine_workloads.TINY, "num_hidden_layers", 1)
@@ -95,6 +96,7 @@ def small_profile(monkeypatch: pytest.MonkeyPatch) -> Namespace:
     return args
 
 
+@pytest.mark.slow
 def test_a_profile_of_an_engine_that_speculates_shows_decoding_and_verifying(
     small_profile: Namespace, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:

@@ -99,6 +99,7 @@ def test_models_that_many_need_are_kept(arguments: argparse.Namespace) -> None:
     assert [(arguments.logs / f"{name}.log").read_text().split()[-1] for name in ("fast", "other")] == ["/models", "None"]
 
 
+@pytest.mark.slow
 def test_an_interrupt_ends_what_runs_and_starts_nothing_more(arguments: argparse.Namespace) -> None:
     run_all.JOBS["endless"] = run_all.Job(1, "fake_bench endless --beside nobody")
     run = run_all.Run(["endless", "fast"], arguments, "/models")

@@ -68,6 +68,7 @@ def test_variants_are_the_backends_and_all_tiles_with_all_splits() -> None:
     assert [str(v) for v in variants(asked)] == ["auto", "1x64s2q2D up to 1 splits", "1x64s2q2D up to 2 splits"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="no variant would fail")
 def test_a_variant_that_fails_is_shown_with_its_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

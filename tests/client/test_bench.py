@@ -69,6 +69,7 @@ def test_lengths_are_drawn_around_their_means():
     assert fixed == 128
 
 
+@pytest.mark.slow
 def test_the_command_writes_a_report(served, tmp_path):
     load = ["--requests", "12", "--concurrency", "4", "--prompt-tokens", "20", "--output-tokens", "5", "--processes", "2"]
     command = [sys.executable, "-m", "fa_serve", "bench", "--url", served.url, *load, "--json", str(tmp_path / "report.jsonl")]

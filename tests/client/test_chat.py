@@ -41,6 +41,7 @@ def test_a_terminal_has_a_prompt(monkeypatch, capsys):
     assert capsys.readouterr().out == f"{COMMANDS}\n" * 2 + "\n"
 
 
+@pytest.mark.slow
 def test_one_question(served):
     command = [sys.executable, "-m", "fa_serve", "chat", "What is 17 + 25?", "--temperature", "0", "--url", served.url]
     answered = subprocess.run(command, capture_output=True, text=True, timeout=60)

@@ -107,6 +107,7 @@ def test_kernels_that_the_first_page_names_exist() -> None:
     assert [name for name in named if not re.search(rf"^def {name}\(", source, re.MULTILINE)] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", SCRIPTS)
 def test_scripts_of_the_first_page_run(block: Block) -> None:
     """Each in a new process: one is interpreted, which Triton decides when it is imported, and the other compiles."""

@@ -80,6 +80,7 @@ def open_page(browser: Any, name: str, scheme: str = "light", width: int = 1440)
     return page
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PAGES)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_pages_fit_their_window(browser: Any, scheme: str, name: str) -> None:
@@ -95,6 +96,7 @@ def test_pages_fit_their_window(browser: Any, scheme: str, name: str) -> None:
     page.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PAGES)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_axe_has_no_serious_findings(browser: Any, scheme: str, name: str) -> None:
@@ -109,6 +111,7 @@ def test_axe_has_no_serious_findings(browser: Any, scheme: str, name: str) -> No
     page.close()
 
 
+@pytest.mark.slow
 def test_drawings_are_dark_on_a_dark_page(browser: Any) -> None:
     for scheme, expected in (("light", "none"), ("dark", "invert")):
         page = open_page(browser, "kernels/index", scheme)
@@ -125,6 +128,7 @@ PARTS = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [360, 768])
 @pytest.mark.parametrize("name", ["models", "kernels/index"])
 def test_names_in_cells_break_between_their_parts(browser: Any, name: str, width: int) -> None:
@@ -136,6 +140,7 @@ def test_names_in_cells_break_between_their_parts(browser: Any, name: str, width
     page.close()
 
 
+@pytest.mark.slow
 def test_a_chart_stays_readable_on_a_phone(browser: Any) -> None:
     """It keeps its width and scrolls in its box, also by keyboard."""
     page = open_page(browser, "index", width=360)
@@ -146,6 +151,7 @@ def test_a_chart_stays_readable_on_a_phone(browser: Any) -> None:
     page.close()
 
 
+@pytest.mark.slow
 def test_the_filter_of_types_needs_no_mouse(browser: Any) -> None:
     page = open_page(browser, "models", width=360)
     page.get_by_label("Find a type:").focus()
@@ -157,6 +163,7 @@ def test_the_filter_of_types_needs_no_mouse(browser: Any) -> None:
     page.close()
 
 
+@pytest.mark.slow
 def test_the_keyboard_reaches_the_search_and_the_next_page(browser: Any) -> None:
     page = open_page(browser, "quickstart")
     page.keyboard.press("Tab")

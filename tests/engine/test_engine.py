@@ -126,6 +126,7 @@ def test_requests_without_a_seed_differ_and_follow_the_engine_seed(make_engine) 
     assert [c.token_ids for c in one] != [c.token_ids for c in other]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [0, 1])
 def test_pages_behind_every_window_are_given_back(make_engine, monkeypatch, depth) -> None:
     monkeypatch.setattr("fa_serve.engine.start.loading.MAX_KEYS_PER_TILE", 8)

@@ -318,6 +318,7 @@ def test_what_is_not_built_is_refused(make, make_engine, tmp_path: Path) -> None
         plan_division(model_of("zamba"), 2)
 
 
+@pytest.mark.slow
 def test_a_real_server_answers_from_the_prefix_cache(tmp_path: Path) -> None:
     model_of("qwen3.5").save_pretrained(tmp_path)
     tokenizer = make_tokenizer()

@@ -7,6 +7,7 @@ import pytest
 from benchmarks.soak.long_run import long_run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [0, 1])
 def test_nothing_is_lost_in_random_traffic(make_engine, depth) -> None:
     engine = make_engine(num_pages=48, max_model_len=128, max_num_batched_tokens=48, max_num_seqs=12)

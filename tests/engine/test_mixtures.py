@@ -81,6 +81,7 @@ def test_deterministic_mode_refuses_experts_that_are_not_taken(make_engine, monk
     assert "deterministic must be False for this model" in caplog.text
 
 
+@pytest.mark.slow
 def test_nothing_is_lost_in_random_traffic(make_engine) -> None:
     engine = make_engine("gpt-oss", num_pages=48, max_model_len=128, max_num_batched_tokens=48, max_num_seqs=12)
     assert engine._runner.model.config._experts_implementation == hf.NAME

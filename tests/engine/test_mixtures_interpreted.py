@@ -14,6 +14,7 @@ from fa_serve.hf.surgery.fuse.unit import fuse_units
 from fa_serve.ops.triton_ops import TritonOps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3-moe", "gpt-oss", "deepseek-v3"])
 @torch.no_grad()
 def test_the_kernels_compute_what_the_model_computes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:

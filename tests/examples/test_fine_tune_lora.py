@@ -11,6 +11,7 @@ from fa_serve.demo import model_path
 from fa_serve.hf.lora.format import read_adapter
 
 
+@pytest.mark.slow
 def test_it_learns_as_with_eager_attention(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

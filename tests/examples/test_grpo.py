@@ -28,6 +28,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(tmp_path)
 
 
+@pytest.mark.slow
 def test_the_reward_rises_and_first_ratios_are_exactly_1(folder: str) -> None:
     steps = grpo.main(["--model", folder, *LEARNS])
     rewards = [step.reward for step in steps]

@@ -64,6 +64,7 @@ def tokenizer() -> Tokenizer:
     return train_tokenizer([*python_sources("train", 30_000), render(HISTORY)], TINY.vocab_size)
 
 
+@pytest.mark.slow
 def test_training_writes_a_folder_that_transformers_loads(tmp_path: Path) -> None:
     facts = run(tmp_path, TINY, device=torch.device("cpu"), steps=12)
     assert facts["loss_last"] < 0.9 * facts["loss_first"]

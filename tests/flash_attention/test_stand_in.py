@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from torch_processes import after_torch
 
 
@@ -66,11 +67,13 @@ except ModuleNotFoundError as error:
 """
 
 
+@pytest.mark.slow
 def test_what_importing_refuses_and_installs() -> None:
     """In one interpreter: the import alone changes nothing for others, and a refused install() leaves no part behind."""
     assert run(IMPORTED + REFUSED + INSTALLED) == "flash_attn.ops.triton.layer_norm"
 
 
+@pytest.mark.slow
 def test_a_warning_when_transformers_was_first() -> None:
     program = "import logging, transformers, fa_serve.flash_attn; logging.basicConfig(); fa_serve.flash_attn.install()"
     ended = after_torch(program)
@@ -113,5 +116,6 @@ print(sorted(set(calls)))
 """
 
 
+@pytest.mark.slow
 def test_transformers_finds_it_and_runs_on_it() -> None:
     assert run(MODEL) == "['flash_attn_func', 'flash_attn_varlen_func']"

@@ -313,6 +313,7 @@ def test_the_command_refuses_with_the_reason(tmp_path: Path) -> None:
     assert "nothing" in done.output
 
 
+@pytest.mark.slow
 def test_experts_have_a_backend_or_a_reason(tmp_path: Path) -> None:
     mixture = AutoConfig.for_model("gpt_oss", num_hidden_layers=2, num_local_experts=4)
     many = "grouped for 1 to 63 tokens, expert_matrices for more"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -25,6 +26,7 @@ def losses_and_gradients(implementation: str, mask: Tensor) -> list[Tensor]:
     return [loss.detach(), *(x.grad for x in model.parameters() if x.grad is not None)]
 
 
+@pytest.mark.slow
 def test_a_prefix_is_scanned_once_for_all_layers() -> None:
     """Also by the model's backward pass, and the results are those of PyTorch's operator."""
     i = torch.arange(LENGTH)

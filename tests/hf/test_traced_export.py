@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 from exported_programs import LOADED, export
 from hf_families import BY_NAME, tokens
 from torch_processes import after_transformers
 
 
+@pytest.mark.slow
 def test_an_exported_program_runs_in_a_fresh_process(tmp_path: Path) -> None:
     operators, files = export(BY_NAME["mistral"].build(num_hidden_layers=1), tokens(2, 12), tmp_path)
     assert operators == ["fa_serve.attention.default"]

@@ -44,6 +44,7 @@ def test_the_embedded_model_learns_what_it_learns_with_eager_attention() -> None
     assert found[1][-1] < found[1][0]
 
 
+@pytest.mark.slow
 def test_200_steps_end_where_eager_attention_ends() -> None:
     """Each step has a new batch of padded progressions, so small differences of gradients could grow."""
     found = []

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from packed_training import packed_training_gradients
 
 
+@pytest.mark.slow
 def test_a_packed_batch_with_rows_behind_its_last_sequence_has_the_gradients_of_one_without() -> None:
     padded, plain = packed_training_gradients("cpu", torch.float32)
     assert len(padded) > 10

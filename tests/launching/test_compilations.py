@@ -167,6 +167,7 @@ def test_kernels_are_kept_by_release_and_card(tmp_path, monkeypatch) -> None:
     assert os.environ["TRITON_CACHE_DIR"] == "own"
 
 
+@pytest.mark.slow
 def test_kernels_that_take_too_long_are_left_out(monkeypatch, tmp_path) -> None:
     """Compilations that have not begun are cancelled. What has been compiled runs, and the start goes on."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))

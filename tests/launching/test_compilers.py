@@ -99,6 +99,7 @@ def warm_up_activations(width: int) -> None:
         activate(width, kind)
 
 
+@pytest.mark.slow
 def test_processes_compile_what_threads_then_load(compiled, processes) -> None:
     parent = processes._process.pid
     assert len(children(parent)) == 2
@@ -110,6 +111,7 @@ def test_processes_compile_what_threads_then_load(compiled, processes) -> None:
     assert len(processes._free) == 2, "both are free again"
 
 
+@pytest.mark.slow
 def test_a_kernel_with_layouts_and_descriptors_goes_to_a_process(compiled, processes) -> None:
     """Some of its constants are functions, and objects of Gluon or of this package."""
     q, k = (torch.zeros(1, 256, heads, 64, dtype=torch.bfloat16) for heads in (4, 2))
@@ -155,6 +157,7 @@ def endless() -> Callable[[], Any]:
     return lambda: (src, target, options, env_vars)
 
 
+@pytest.mark.slow
 def test_processes_that_do_not_answer_end_and_threads_go_on(compiled, monkeypatch, caplog) -> None:
     """One compiles what nobody waits for any more, and one takes too long."""
     monkeypatch.setattr(compilers, "COMPILE_SECONDS", 4)
@@ -200,6 +203,7 @@ print(sorted(name for name in {names!r} if name not in sys.modules))
 """
 
 
+@pytest.mark.slow
 def test_all_modules_with_kernels_are_imported_before_the_first_fork() -> None:
     """Also those in the rooms of the packages: a process that has to import one first keeps its kernel waiting."""
     root = Path(compilers.__file__).parents[1]

@@ -22,6 +22,7 @@ def bits(completion) -> tuple:
     return completion.token_ids, [(x.logprob, x.top) for x in completion.logprobs], prompt
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", each_nth(3, ["gemma2", "qwen3", "qwen3-moe", "gpt-oss", "llama4"]))
 def test_answers_are_bitwise_the_same_alone_and_in_any_batch(make_engine, family) -> None:
     prompt, *others = random_prompts(9)

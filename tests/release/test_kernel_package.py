@@ -149,6 +149,7 @@ print(json.dumps({"name": kernel.__name__, "all": kernel.__all__}))
 """
 
 
+@pytest.mark.slow
 @needs_loader
 def test_loaded_without_fa_serve(package: Path) -> None:
     """Its functions compute, and stand in for those of flash-attn."""
@@ -177,6 +178,7 @@ assert operators == {f"{package.__name__}.attention.default" for package in pack
 """
 
 
+@pytest.mark.slow
 @needs_loader
 def test_versions_are_loaded_beside_each_other(package: Path, tmp_path: Path) -> None:
     """Each has its own classes and its own operators."""

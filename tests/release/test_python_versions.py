@@ -75,6 +75,7 @@ def test_every_declared_release_has_one_pin_of_each_package():
     assert len(pins) > len(names)
 
 
+@pytest.mark.slow
 def test_the_oldest_grammar_reads_every_source():
     for path in SOURCES:
         ast.parse(path.read_text(encoding="utf-8"), filename=str(path), feature_version=DECLARED[0])

@@ -72,6 +72,7 @@ def test_a_child_does_trials_of_one_owner_alone(owned: Trials) -> None:
     assert process_of(owned, "a") != first, "the child that had waited for the longest had to go"
 
 
+@pytest.mark.slow
 def test_two_trials_of_an_owner_at_once_have_two_children(owned: Trials) -> None:
     owned.start()
     threads = [started(lambda: process_of(owned, "a", b"second")) for _ in range(2)]
@@ -86,6 +87,7 @@ def test_a_child_is_replaced_after_some_trials(owned: Trials, monkeypatch: pytes
     assert seen[-2] != seen[-1]
 
 
+@pytest.mark.slow
 def test_each_trial_has_the_whole_limit_of_processor_time(owned: Trials) -> None:
     """The kernel counts what the process has used since it began: 1.1 seconds by the last of these trials."""
     assert [int(owned.trial("a").run(given).split()[1]) for given in (b"x", b"busy", b"x")] == [4, 4, 5]
@@ -96,6 +98,7 @@ def test_a_child_with_much_memory_does_not_wait(owned: Trials) -> None:
     assert process_of(owned, "a", b"large") != process_of(owned, "a")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="the system has no /proc")
 def test_a_child_that_waits_ends_by_itself(owned: Trials) -> None:
     first = process_of(owned, "a")
@@ -120,6 +123,7 @@ def test_work_whose_child_had_done_other_work_is_begun_again(owned: Trials, tmp_
         assert file.read() == last[:1], "the result begins where it began"
 
 
+@pytest.mark.slow
 def test_memory_that_earlier_trials_left_is_not_the_fault_of_a_trial(owned: Trials) -> None:
     """80 MiB are left in the child, and of the limit of 256 MiB the next trial needs 240."""
     first = process_of(owned, "a", b"leak")

@@ -57,6 +57,7 @@ def make_trials():
         trials.close()
 
 
+@pytest.mark.slow
 def test_limits_of_time_and_memory_are_named(make_trials) -> None:
     trials = make_trials(timeout=0.2)
     with pytest.raises(TrialError, match=r"within 0.2 seconds \(--grammar-timeout\)"):
@@ -67,6 +68,7 @@ def test_limits_of_time_and_memory_are_named(make_trials) -> None:
     assert error_of(trials, SHORT) == ""
 
 
+@pytest.mark.slow
 def test_the_processors_time_of_the_work_is_told(make_trials) -> None:
     trial = make_trials().trial()
     assert trial.seconds == 0
@@ -82,6 +84,7 @@ def test_the_processors_time_of_the_work_is_told(make_trials) -> None:
     assert 0.25 < trial.seconds < 5, "work that was ended counts as long as it was waited for"
 
 
+@pytest.mark.slow
 def test_runs_share_one_limit_of_time(held: Trials, monkeypatch: pytest.MonkeyPatch) -> None:
     """A client had the whole limit for each of the runs that its request takes."""
     monkeypatch.setattr(held, "limits", TrialLimits("end", 2.0, 256 << 20, "test"))
@@ -168,6 +171,7 @@ def wait_for(path: Path) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_a_process_that_starts_too_late_is_ended(held: Trials, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half started, it would take the next requests, and their clients would be told that the work takes too long."""
     (tmp_path / "hold").touch()

@@ -55,12 +55,14 @@ def delays(server: ServerProcess) -> float:
     return float(found[1]) if found else 0.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("server", ["thread"], indirect=True)
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in KINDS else whole_runs) for name in attacks.FLOODS])
 def test_a_flood_is_charged_to_its_client_and_gets_a_small_share_of_the_event_loop(server: ServerProcess, name: str):
     holds_a_flood(server, name, [attacks.FLOODS[name](ATTACKER)])
 
 
+@pytest.mark.slow
 def test_floods_of_all_kinds_are_charged_to_their_client(server: ServerProcess):
     holds_a_flood(server, "all floods", [make(ATTACKER) for make in attacks.FLOODS.values()])
 
@@ -111,6 +113,7 @@ def test_rendering_stops_at_the_bound(server: ServerProcess, name: str):
     assert (error["param"], error["code"]) == expected
 
 
+@pytest.mark.slow
 def test_what_a_template_gets_beside_the_messages_is_charged(server: ServerProcess):
     """Megabytes of it, of which the loop is to take a small part."""
     holds_a_flood(server, "large variables", [attacks.post(attacks.large_variables(), ATTACKER)], connections=6)

@@ -116,6 +116,7 @@ def test_pip_verifies_what_it_installs():
     assert "!requirements" in (ROOT / ".dockerignore").read_text().splitlines()
 
 
+@pytest.mark.slow
 def test_a_changed_package_is_not_installed(tmp_path):
     """pip itself refuses a file with another hash, for a package of the list."""
     wheel = tmp_path / "idna-3.20-py3-none-any.whl"
@@ -289,6 +290,7 @@ def ask_and_end(lines: Iterable[str], server: Callable[[], int]) -> None:
 FLAGS = ("--port", "0", "--device", "cpu", "--num-pages", "512", "--process")
 
 
+@pytest.mark.slow
 def test_the_unit_allows_what_a_server_calls(tmp_path):
     """A server with an engine process starts, answers and ends, and strace sees no system call that the filter forbids.
 

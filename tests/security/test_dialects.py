@@ -105,6 +105,7 @@ def test_conversations_are_bounded(url: str, path: str, field: str) -> None:
     assert f"{field} must hold at most 5 messages (--max-messages), got 6." in reply.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
 def test_a_body_that_does_not_arrive(url: str, path: str) -> None:
     address = httpx.URL(url)

@@ -53,6 +53,7 @@ def alive(process: int) -> bool:
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
+@pytest.mark.slow
 @linux
 def test_a_stopped_engine(start_server):
     """/health and /ready say so within 5 s and a beat, and recover; SIGTERM ends both processes in time all the same."""
@@ -87,6 +88,7 @@ def test_a_stopped_engine(start_server):
             os.kill(engine, signal.SIGKILL)
 
 
+@pytest.mark.slow
 @linux
 def test_a_stopped_engine_with_nothing_in_flight_ends_soon(start_server):
     served = start_server("--process", "--drain-timeout", "30")
@@ -126,6 +128,7 @@ def test_a_second_signal_ends_a_stopped_engine_as_well(start_server):
             os.kill(engine, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_a_step_that_hangs_is_seen_while_it_hangs_and_left_behind_at_the_end(monkeypatch):
     async def main() -> float:
         engine = Engine(EngineConfig(device="cpu", num_pages=64), model=make_model())
@@ -154,6 +157,7 @@ def test_a_step_that_hangs_is_seen_while_it_hangs_and_left_behind_at_the_end(mon
     assert asyncio.run(main()) < 30, "it does not wait for the step"
 
 
+@pytest.mark.slow
 @linux
 def test_a_log_that_nobody_reads(tmp_path):
     """An unread pipe holds 40 lines of the access log here, and the queue before it 64. Nobody waits for it, and it says later
@@ -212,6 +216,7 @@ def half_closed(served, requests: bytes) -> bytes:
     return received
 
 
+@pytest.mark.slow
 @linux
 def test_half_a_connection(served):
     """A client that has sent everything still gets its answer: a short one as it is, a long one after an interim response."""
@@ -227,6 +232,7 @@ def test_half_a_connection(served):
     assert answer.startswith(INTERIM) or waited < 2 * PROBE_SECONDS
 
 
+@pytest.mark.slow
 @linux
 def test_half_a_connection_with_a_pipelined_request(served):
     """No interim response may stand inside of the stream, and the connection ends behind the answers."""

@@ -46,6 +46,7 @@ def test_an_empty_list_of_keys_in_the_file(tmp_path):
         load({}, tmp_path / "fa-serve.toml")
 
 
+@pytest.mark.slow
 def test_the_process_ends_for_a_broken_template_even_if_it_never_ends(tmp_path):
     loops = "".join("{% for _ in range(99999) %}" for _ in range(3)) + "x" + "{% endfor %}" * 3
     (tmp_path / "template").write_text(loops)
@@ -56,6 +57,7 @@ def test_the_process_ends_for_a_broken_template_even_if_it_never_ends(tmp_path):
     assert "chat_template must" in done.stderr, "it ends at its deadline, or earlier at the bound of a prompt"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text", ["{{ 9 ** (9 ** 9) }}", "{{ 'x' * 1000000000000 }}", "{{ 'x' * 0xfffffffff }}"])
 def test_the_process_ends_for_a_template_that_holds_the_interpreter(text, tmp_path):
     """Before: jinja2 computed the power when it compiled the template, for hours, and SIGTERM ended nothing."""

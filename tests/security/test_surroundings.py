@@ -41,6 +41,7 @@ def ends_well(server: ServerProcess) -> None:
     server.end()
 
 
+@pytest.mark.slow
 @linux
 @pytest.mark.parametrize("process", [(), ("--process",)], ids=["thread", "process"])
 def test_a_log_on_a_full_disk(process):
@@ -69,6 +70,7 @@ def server(request, tmp_path_factory) -> ServerProcess:
     served.end()
 
 
+@pytest.mark.slow
 def test_slow_readers_of_many_answers_are_cut_off(server):
     """24 streams of 16 answers each, of which nothing is read: all of them end, and what they held is free."""
     body = attacks.completion(n=16, stream=True, max_tokens=400, ignore_eos=True, logprobs=5)[1]
@@ -89,6 +91,7 @@ def test_slow_readers_of_many_answers_are_cut_off(server):
     nothing_is_left(server)
 
 
+@pytest.mark.slow
 def test_a_storm_of_beams(server):
     """The beams of one key are its sequences, and another key's completion takes its turn between them."""
     fields = {"use_beam_search": True, "n": 8, "max_tokens": 8, "temperature": 0}
@@ -121,6 +124,7 @@ def nothing_is_left(server: ServerProcess) -> None:
         time.sleep(0.2)
 
 
+@pytest.mark.slow
 @linux
 def test_a_process_without_more_memory(server):
     """As with `ulimit -v`, which a server learns of when it asks for memory. A request may fail, and the next one is served."""

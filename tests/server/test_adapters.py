@@ -67,6 +67,7 @@ async def tokens(client: httpx.AsyncClient, model: str) -> list[int]:
     return reply.json()["choices"][0]["token_ids"]
 
 
+@pytest.mark.slow
 @pytest.mark.anyio
 async def test_the_administrator_loads_and_unloads(folders) -> None:
     peft = PeftForwards(load_model(EngineConfig(model=model_path(), device="cpu", dtype="float32")), folders)

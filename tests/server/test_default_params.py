@@ -64,6 +64,7 @@ async def test_a_long_default_does_not_lengthen_a_completion_and_fits_behind_the
         assert engine.seen[-1].params.max_tokens == engine.max_model_len - len(engine.seen[-1].prompt)
 
 
+@pytest.mark.slow
 def test_the_start_prints_them_and_a_flag_turns_them_off(start_server, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(model_path(), folder)

@@ -75,6 +75,7 @@ def test_compose():
     assert ["./deploy/prometheus", "/etc/prometheus"] in [volume.split(":")[:2] for volume in service["prometheus"]["volumes"]]
 
 
+@pytest.mark.slow
 def test_compose_files_pass_its_schema(tmp_path):
     files = ["compose.yaml", "deploy/compose.cuda.yaml", "deploy/ray/compose.yaml", "deploy/ray/compose.cuda.yaml"]
     wrong = tmp_path / "wrong.yaml"
@@ -302,6 +303,7 @@ class Named(BaseHTTPRequestHandler):
     def log_message(self, *_: object) -> None: ...
 
 
+@pytest.mark.slow
 def test_a_session_stays_at_one_replica(tmp_path):
     """By nginx: of many sessions each stays where it is, and only those of a lost replica move."""
     nginx = program("nginx")
@@ -396,6 +398,7 @@ def proxied(served, tmp_path):
         other.server_close()
 
 
+@pytest.mark.slow
 def test_streams_pass_nginx_unbuffered(proxied):
     body = {"model": "fa-serve-demo", "prompt": "import os\n", "max_tokens": 64, "ignore_eos": True, "stream": True}
     with proxied.stream("POST", "/v1/completions", json=body, headers={"x-request-id": "mine"}) as response:

@@ -54,6 +54,7 @@ def message(claude: anthropic.Anthropic, **fields: Any) -> anthropic.types.Messa
     return plain
 
 
+@pytest.mark.slow
 def test_messages(claude) -> None:
     plain = message(claude)
     assert (plain.content[0].text, plain.stop_reason) == ("17 + 25 = 42.", "end_turn")
@@ -65,6 +66,7 @@ def test_messages(claude) -> None:
     assert whole.content[0].text == "17 + 25 = 42."
 
 
+@pytest.mark.slow
 def test_tools_of_messages(claude) -> None:
     tool = {"name": "take", "input_schema": DIGITS}
     for choice in ({"type": "tool", "name": "take"}, {"type": "any", "disable_parallel_tool_use": True}):
@@ -124,6 +126,7 @@ def test_responses(openais) -> None:
     assert later.output_text
 
 
+@pytest.mark.slow
 def test_tools_of_responses(openais) -> None:
     tool = {"type": "function", "name": "take", "parameters": DIGITS, "strict": True}
     for choice in ("required", {"type": "function", "name": "take"}):

@@ -81,6 +81,7 @@ def test_logprobs_and_bias(client, conforms):
     assert forced.logprobs.text_offset == [0, 1, 2]
 
 
+@pytest.mark.slow
 def test_many_at_once_equal_one_by_one(served, client):
     wanted = {"model": MODEL, "temperature": 0, "max_tokens": 12}
     alone = [client.completions.create(prompt=prompt, **wanted).choices[0].text for prompt in PROMPTS]
@@ -115,6 +116,7 @@ def test_models_and_errors(client, conforms):
     conforms("ErrorResponse", field.value.response.json())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])
 def test_a_client_that_leaves_frees_its_pages(served, stream):
     body = {"model": MODEL, "prompt": "x", "n": 4, "max_tokens": 1900, "ignore_eos": True, "stream": stream}

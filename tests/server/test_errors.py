@@ -218,6 +218,7 @@ async def refusals():
     return found, messages
 
 
+@pytest.mark.slow
 def test_rewording_every_message_of_the_engine_changes_only_messages(monkeypatch):
     before, plain = asyncio.run(refusals())
     assert {status for status, *_ in before} == {400}

@@ -27,6 +27,7 @@ def ask(served: ServerProcess, key: str = "", **fields: Any) -> tuple[str, int, 
     return reply["choices"][0]["message"]["content"], usage["prompt_tokens"], usage["prompt_tokens_details"]["cached_tokens"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ends", ["drained", "killed"])
 def test_a_history_of_a_server_that_is_started_again_is_cached(tmp_path: Path, ends: str) -> None:
     """A server that is drained writes what it has. One that is killed has written it while there was no request."""
@@ -53,6 +54,7 @@ def test_a_history_of_a_server_that_is_started_again_is_cached(tmp_path: Path, e
         second.end()
 
 
+@pytest.mark.slow
 def test_each_key_and_each_salt_finds_its_own_history_again(tmp_path: Path) -> None:
     flags = ("--kv-host-memory", "16MiB", "--kv-host-folder", str(tmp_path / "kv"))
     first = start_warm(*flags, FA_SERVE_API_KEYS="one,two")

@@ -12,6 +12,7 @@ import time
 from collections import Counter
 
 import httpx
+import pytest
 from server_process import one_layer
 
 from fa_serve.client.bench import Load, run
@@ -32,6 +33,7 @@ def tell(what: str, **figures) -> None:
     print(f"\n{what}: {json.dumps(figures)}")
 
 
+@pytest.mark.slow
 def test_many_streams(served):
     streams, tokens = (500, 64) if FULL else (200, 8)
     load = Load(url=served.url, requests=streams, concurrency=streams, prompt_tokens=8, output_tokens=tokens)
@@ -45,6 +47,7 @@ def test_many_streams(served):
     )
 
 
+@pytest.mark.slow
 def test_a_small_queue(start_server, tmp_path):
     """A small queue with bursts, clients that disconnect, and SIGTERM under load, with API keys and a settings file."""
     running = 32 if FULL else 8

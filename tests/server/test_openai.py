@@ -92,6 +92,7 @@ def as_openai(reply: BaseModel) -> Any:
     return data
 
 
+@pytest.mark.slow
 def test_forced_calls(api, chat):
     named = chat(api, tools=[ADD], tool_choice={"type": "function", "function": {"name": "add"}})
     assert named.finish_reason == "stop"

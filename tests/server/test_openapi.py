@@ -217,6 +217,7 @@ def note(recorder, found: Found) -> None:
             found.streams += response.headers.get("content-type", [""])[0].startswith("text/event-stream")
 
 
+@pytest.mark.slow
 def test_the_service_does_what_its_document_says(start_server):
     """Completions share most of their fields with chats, so that a sample has their other fields. Of the routes of encoders,
     which this server refuses, it has two; the next test asks an encoder."""
@@ -264,6 +265,7 @@ ENCODER_ROUTES = {
 }
 
 
+@pytest.mark.slow
 def test_an_encoder_does_what_its_document_says(tmp_path):
     encoder = Encoder(EngineConfig(model=save_encoder(tmp_path), device="cpu", dtype="float32"))
     with serving(create_app(AsyncEngine(encoder), Settings(log_level="error"))) as url:
@@ -273,6 +275,7 @@ def test_an_encoder_does_what_its_document_says(tmp_path):
             assert found.statuses[path][200] > 0, f"{path}: {found.statuses}"
 
 
+@pytest.mark.slow
 def test_what_is_loaded_is_not_searched_for_garbage_again(engine):
     interval = sys.getswitchinterval()
     try:
@@ -318,6 +321,7 @@ def any_method_will_do(monkeypatch):
     routes.router.add_api_route("/v1/completions", lambda: {}, methods=["GET", "PUT", "PATCH"], include_in_schema=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "check"),
     [

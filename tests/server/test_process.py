@@ -36,6 +36,7 @@ def test_start_up_is_reported_by_phase(served):
     assert subprocess.run(printed, shell=True, capture_output=True, text=True, check=True).stdout.endswith("200")
 
 
+@pytest.mark.slow
 def test_second_signal_ends_at_once_and_all_that_is_logged_is_json(tmp_path):
     """In a fresh interpreter, because transformers decides while it is imported whether it draws progress bars."""
     served = start("--log-format", "json", log=tmp_path / "log")
@@ -55,6 +56,7 @@ def test_second_signal_ends_at_once_and_all_that_is_logged_is_json(tmp_path):
     assert any("SIGTERM" in line["message"] for line in logged), logged
 
 
+@pytest.mark.slow
 def test_two_ranks_drain_and_end_together(start_server):
     """SIGTERM comes to every process, as from a terminal that closes or from systemd with its default."""
     served = start_server("--tensor-parallel", "2", "--process", "--dtype", "float32")
@@ -112,6 +114,7 @@ async def test_what_does_not_end_within_the_drain_is_cut_off_with_an_error(engin
     assert server.failure is None
 
 
+@pytest.mark.slow
 def test_a_server_whose_engine_has_died_says_why_and_ends_cleanly(start_server):
     """Nothing is left to drain, so SIGTERM ends it at once, as it ends one that serves: with 0."""
     served = start_server("--process")

@@ -70,6 +70,7 @@ class BadGateway(Unavailable):
     status = 502
 
 
+@pytest.mark.slow
 def test_errors_of_nginx_are_those_of_the_apis(troubled, tmp_path):
     """Before: pages of HTML, in which clients found no error."""
     nginx = program("nginx")
@@ -127,6 +128,7 @@ def test_errors_of_nginx_are_those_of_the_apis(troubled, tmp_path):
             assert reply.json()["error"]["code"] == expected[status].code
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Caddyfile", "Caddyfile.replicas"])
 def test_errors_of_caddy_are_those_of_the_apis(troubled, tmp_path, name):
     """Before: bodies without anything."""

@@ -163,6 +163,7 @@ ODD = [None, True, 0, -1, 2**70, 0.5, -1e308, "", "x" * 300, "\0", [], [[]], [No
 ROUTES = [("/v1/completions", TEXT, CompletionRequest), ("/v1/chat/completions", CHAT, ChatRequest)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("path", "body", "kind"), ROUTES, ids=["completions", "chat"])
 async def test_odd_values_of_every_field(serving, conforms, path, body, kind):
     """Every value of every field is honoured, or refused with an error in OpenAI's shape. No sequence stays in flight.

@@ -47,6 +47,7 @@ async def test_the_chat_template_of_the_operator_or_of_the_request_is_used(servi
     assert response.json()["error"]["message"] == "This model has no chat template. Give a prompt instead."
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("warm_trials")
 async def test_parsed_templates_are_bounded(serving, engine):
     async with serving(allow_request_chat_template=True) as client:
@@ -56,6 +57,7 @@ async def test_parsed_templates_are_bounded(serving, engine):
         assert client.service.tokenization._parsed.cache_info().currsize == MAX_TEMPLATES
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("warm_trials")
 @pytest.mark.parametrize("operators", [False, True])
 async def test_templates_of_requests_do_not_push_out_the_servers_own(serving, monkeypatch, tmp_path, operators):
@@ -81,6 +83,7 @@ async def test_templates_of_requests_do_not_push_out_the_servers_own(serving, mo
         assert count == MAX_TEMPLATES + 2
 
 
+@pytest.mark.slow
 async def test_the_template_of_a_request_runs_within_limits(serving, engine):
     """Before: one call that keeps the interpreter's lock stopped the server for good, and memory had no limit."""
     refused = {

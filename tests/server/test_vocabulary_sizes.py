@@ -77,6 +77,7 @@ def texts(node: object) -> list[str]:
     return []
 
 
+@pytest.mark.slow
 def test_every_api_constrains_its_answers(folder) -> None:
     async def main() -> None:
         config = EngineConfig(model=str(folder), device="cpu", dtype="float32", num_pages=128, speculative="ngram")

@@ -119,6 +119,7 @@ GRADIENTS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", GRADIENTS)
 def test_gradients_are_those_of_sdpa(name: str) -> None:
     """Also the gradient of a float mask, which T5 trains."""
@@ -136,6 +137,7 @@ def test_gradients_are_those_of_sdpa(name: str) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_gradients_of_hidden_blocks_are_not_computed() -> None:
     """NaN in the keys and queries of blocks outside of the span leaves no trace in the gradients of others."""
     mask = torch.zeros(1, 1, 256, 384, dtype=torch.bool)

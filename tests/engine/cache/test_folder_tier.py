@@ -138,6 +138,7 @@ def test_files_that_another_process_has_removed_are_computed(files: FolderFiles)
     assert (stats.num_bad, stats.num_failures, stats.num_hits) == (0, 0, 0)
 
 
+@pytest.mark.slow
 def test_files_of_another_process_are_found_and_those_that_are_gone_forgotten(files: FolderFiles, monkeypatch) -> None:
     monkeypatch.setattr(folder_tier, "SCAN_SECONDS", 0.0)
     traffic = make_traffic(FolderFiles(files.folder, IDENTITY))

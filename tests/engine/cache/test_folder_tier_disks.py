@@ -176,6 +176,7 @@ def random_plan(random: Random) -> Iterator[tuple[int, bool, str]]:
         yield random.randrange(4), random.random() < 0.5, fails
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_states", [0, 8])
 def test_random_traffic(tmp_path: Path, num_states: int, monkeypatch) -> None:
     """Every answer is what it is without a folder, which the device asserts at every step, whatever happens to files.

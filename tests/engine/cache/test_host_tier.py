@@ -128,6 +128,7 @@ def test_a_prompt_does_not_wait_for_ever(plan, slots: int, monkeypatch) -> None:
     traffic.check_ended()
 
 
+@pytest.mark.slow
 def test_another_prompt_begins_to_wait_anew(monkeypatch) -> None:
     """The first one has left while it waited, so its time says nothing of the second."""
     traffic = make_traffic(plan=repeat((10**9, False, "")))
@@ -191,6 +192,7 @@ def test_a_copy_to_the_device_that_fails_means_that_pages_are_computed(fails: st
     traffic.check_ended()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fails", ["begin", "end"])
 def test_a_copy_to_the_host_that_fails_leaves_nothing_to_be_found(fails: str) -> None:
     traffic = make_traffic(plan=repeat((1, True, fails)))

@@ -400,6 +400,7 @@ def test_prompts_that_do_not_fit_their_images(llava: Case) -> None:
         answer(text, [1, 2], llava.images[0])
 
 
+@pytest.mark.slow
 def test_steps_with_images_have_graphs_after_the_first_image(replays: list[int]) -> None:
     """Where graphs are captured in idle moments alone, as a server does, the first image tells which ones it needs."""
     case = Case("qwen2_5_vl")

@@ -21,6 +21,7 @@ PROGRAM = Path(__file__).parents[2] / "support" / "image_processors.py"
 TYPES = sorted(PROVEN)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not has_torchvision(), reason="`make .venv/images/.installed` gets torchvision")
 def test_prompts_and_answers_are_those_of_transformers() -> None:
     """For one image and for two of other sizes: the tokens of the processor, and with them those of `generate`."""

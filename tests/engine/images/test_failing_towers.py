@@ -88,6 +88,7 @@ def test_an_interrupt_in_the_towers_leaves_no_thread_and_loses_nothing(
     encoder.check_integrity()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [None, 1], ids=["at-once", "in-parts"])
 @pytest.mark.parametrize("fails", [False, True], ids=["encoded", "failed"])
 def test_a_forward_of_the_towers_leaves_no_memory(

@@ -165,6 +165,7 @@ class Memory:
     """What a function holds."""
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_gc")
 @pytest.mark.parametrize("end", ["error", "given-up", "value"])
 def test_what_a_call_held_is_free_when_it_has_ended(end: str) -> None:

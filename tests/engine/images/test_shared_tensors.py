@@ -87,6 +87,7 @@ def test_other_pickles_hold_the_tensors(file: int) -> None:
     torch.testing.assert_close(found, dict(image().inputs), rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_the_file_is_closed_with_its_last_tensor(file: int) -> None:
     def count() -> int:
         gc.collect()

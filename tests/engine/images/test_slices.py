@@ -128,6 +128,7 @@ def test_an_engine_whose_main_thread_has_ended_copies_images(
     assert not encoder.has_failed(work.images[0].key)
 
 
+@pytest.mark.slow
 def test_a_copy_that_fails_keeps_nothing(model: PreTrainedModel, inputs: list[Inputs], monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the collection of garbage, which may come late: the pixels may be hundreds of MB."""
     reader = ImageReader(copy.deepcopy(model))
@@ -218,6 +219,7 @@ def layers_beside_text(model: PreTrainedModel, inputs: list[Inputs], layers: lis
     return found[42:80]
 
 
+@pytest.mark.slow
 def test_texts_keep_their_gaps_beside_a_slow_tower(
     model: PreTrainedModel, inputs: list[Inputs], layers: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -73,6 +73,7 @@ def test_tokens_are_those_of_peft(make_engine, tmp_path, name) -> None:
     check_alone_and_mixed(make_engine(model=base(), **LORA), save_all(tmp_path, base), base())
 
 
+@pytest.mark.slow
 def test_layers_and_adapters_are_there_after_each_sleep_of_the_weights(tmp_path) -> None:
     """The weights leave, and layers are fused anew, also where the weights come back to the memory that they had before. The
     thread that loads adapters lives as long as the engine."""
@@ -95,6 +96,7 @@ def test_layers_and_adapters_are_there_after_each_sleep_of_the_weights(tmp_path)
         assert mixed_answers(engine, names)[1] == answers
 
 
+@pytest.mark.slow
 def test_the_attention_of_a_mixture_has_adapters(make_engine, tmp_path) -> None:
     base = partial(make_model, "qwen3-moe")
     check_alone_and_mixed(make_engine(model=base(), **LORA), save_all(tmp_path, base, target_modules=ATTENTION), base())

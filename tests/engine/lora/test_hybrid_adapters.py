@@ -114,6 +114,7 @@ def assert_right(
     engine.check_integrity()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", each_nth(4, HYBRIDS), ids=lambda family: family.name)
 def test_tokens_are_those_of_peft(make, family) -> None:
     """Mixed with others and the base, in chunks; again from the prefix cache; and alone. A sample has most kinds of mixers."""
@@ -219,6 +220,7 @@ def test_replayed_steps(make, replays: list[int], family: str) -> None:
     assert replays
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3-next", "granite-hybrid", "lfm2"])
 def test_drafts_that_are_accepted_and_dropped(make, monkeypatch: pytest.MonkeyPatch, family: str) -> None:
     """Drafts are the right tokens, a third of them replaced by others."""
@@ -243,6 +245,7 @@ def test_drafts_that_are_accepted_and_dropped(make, monkeypatch: pytest.MonkeyPa
     assert 0 < stats.num_accepted_tokens < stats.num_draft_tokens
 
 
+@pytest.mark.slow
 def test_drafts_of_prompt_lookup(make) -> None:
     """Answers of the base repeat themselves, and one that has to repeat itself has drafts that are right."""
     given = [[5, 6, 7, 8] * 5, [9] * 6, [5, 6, 7, 8] * 4]
@@ -297,6 +300,7 @@ def test_structured_output_is_chosen_by_the_adapter(make) -> None:
         assert found.token_ids[0] == firsts[int(logits[firsts].argmax())]
 
 
+@pytest.mark.slow
 def test_adapters_that_take_turns_in_a_small_pool(make) -> None:
     """Two pages: one of three adapters is always out."""
     engine, _ = make("qwen3-next")

@@ -109,6 +109,7 @@ def test_graphs_are_captured_ahead_for_both(make_engine, replays) -> None:
     assert {shape._replace(lora=True) for shape in graphs if not shape.lora} == {shape for shape in graphs if shape.lora}
 
 
+@pytest.mark.slow
 def test_speculation_changes_no_token(make_engine, folders, peft) -> None:
     engine = make_engine(**LORA | {"speculative": "ngram"})
     for name, folder in folders.items():
@@ -132,6 +133,7 @@ def test_answers_to_one_prompt_have_its_adapter(engine, peft) -> None:
     assert {tuple(each.token_ids) for each in found} == {tuple(peft.choose("b", PROMPT, found[0].token_ids))}
 
 
+@pytest.mark.slow
 def test_many_adapters_go_through_a_small_pool(make_engine, tmp_path) -> None:
     """200 adapters, of which 4 are in memory at a time and 8 on the host. Each answers with its own mark."""
     engine = make_engine(**LORA | {"lora_bytes": 4 * 16 * 3000 * 4, "max_lora_rank": 16, "num_pages": 256})

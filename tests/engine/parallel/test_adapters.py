@@ -125,6 +125,7 @@ def special(name: str) -> dict[str, Any]:
     return {"target_modules": ATTENTION, "modules_to_save": ["lm_head", "embed_tokens"]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", each_nth(2, [*BASES]))
 def test_tokens_are_those_of_one_rank_and_of_peft(tmp_path: Path, name: str) -> None:
     """Alone and mixed with the base: small and large ranks, biases, and adapters of the embedding and the head."""
@@ -150,6 +151,7 @@ def test_tokens_are_those_of_one_rank_and_of_peft(tmp_path: Path, name: str) -> 
     assert len({tuple(peft.choose(one, PROMPT, [5, 6, 7])) for one in (*folders, None)}) == 5
 
 
+@pytest.mark.slow
 def test_layers_that_are_not_fused_have_adapters(llama: Path, folders: dict[str, Path], peft: PeftForwards) -> None:
     engine = start(llama, fusion=False, speculative="ngram", max_num_batched_tokens=17)
     for name, folder in folders.items():
@@ -174,6 +176,7 @@ def check_mixed(model: Path, base: PreTrainedModel, folders: dict[str, Path]) ->
     close(engine)
 
 
+@pytest.mark.slow
 def test_experts_and_routers_have_adapters(tmp_path: Path) -> None:
     base = partial(make_model, "qwen3-moe")
     own = {"experts": {"target_modules": "all-linear"}, "attention": {"target_modules": ATTENTION}}
@@ -183,6 +186,7 @@ def test_experts_and_routers_have_adapters(tmp_path: Path) -> None:
     check_mixed(save_model(tmp_path / "model", base), base(), folders)
 
 
+@pytest.mark.slow
 def test_an_int4_base_has_adapters(tmp_path: Path) -> None:
     model = copy_of(Path(few_layers(2)), "gptq", tmp_path, group_size=32)
 
@@ -209,6 +213,7 @@ def write_mark(folder: Path, row: torch.Tensor, width: int) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_many_adapters_go_through_a_small_pool(tmp_path: Path, llama: Path) -> None:
     """60 adapters, of which few are in memory at a time and a few on the host of each rank. Each answers with its own mark."""
     model = make_model()
@@ -230,6 +235,7 @@ def test_many_adapters_go_through_a_small_pool(tmp_path: Path, llama: Path) -> N
     close(engine)
 
 
+@pytest.mark.slow
 def test_adapters_come_and_go_while_requests_run(engine: Engine, folders: dict[str, Path], peft: PeftForwards) -> None:
     for name in ("a", "c"):
         engine.add_request(f"running-{name}", PROMPT, replace(GREEDY, max_tokens=9), adapter=name)
@@ -257,6 +263,7 @@ def answers_of(peft: PeftForwards, name: str, count: int) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_refused_on_all_ranks(engine: Engine, tmp_path: Path, peft: PeftForwards) -> None:
     engine.add_request("running", PROMPT, GREEDY, adapter="a")
     engine.step()
@@ -320,6 +327,7 @@ def test_a_refused_adapter_of_the_settings_ends_the_start(llama: Path, tmp_path:
         start(llama, lora=[f"x={tmp_path / 'none'}"])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("warm_engine_processes")
 def test_a_server_loads_and_unloads_over_ranks(llama: Path, folders: dict[str, Path], peft: PeftForwards) -> None:
     async def main() -> None:

@@ -42,6 +42,7 @@ def close(engine: Engine) -> None:
     assert link.process.returncode == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", each_nth(8, DIVIDED))  # hf/surgery/divide has the mixers of all
 def test_two_ranks_write_the_tokens_of_generate(tmp_path: Path, name: str) -> None:
     """In chunks and in padded batches, short of pages and states, then from the prefix cache."""
@@ -57,6 +58,7 @@ def test_two_ranks_write_the_tokens_of_generate(tmp_path: Path, name: str) -> No
     close(engine)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", each_nth(3, ["nemotron-h", "qwen3-next", "kimi-linear"]))
 def test_two_ranks_draw_speculate_and_fork_as_one(tmp_path: Path, name: str) -> None:
     """Several answers of a prompt, drafts that are accepted and dropped, and aborted requests, twice."""
@@ -89,6 +91,7 @@ def test_two_ranks_draw_speculate_and_fork_as_one(tmp_path: Path, name: str) -> 
     assert results[0][0][:2] == [generated(name, tuple(given[0]))] * 2
 
 
+@pytest.mark.slow
 def test_a_conversation_continues_from_the_states_of_two_ranks(tmp_path: Path) -> None:
     engine = start(save("qwen3.5", tmp_path))
     history = prompts(1, seed=3)[0]

@@ -67,6 +67,7 @@ def answers(engine: Engine, case: Case, given: Sequence[tuple[list[int], list[in
     return [list(x.token_ids) for x in engine.generate([ids for ids, _ in given], GREEDY, images=images)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", each_nth(2, ["llava", "qwen2_5_vl", "gemma3", "qwen3_vl_moe"]))
 def test_two_ranks_write_the_tokens_of_generate(tmp_path: Path, name: str) -> None:
     """Pictures, positions on three axes, features for inner layers and blocks that attend both ways, mixed with text, in
@@ -158,6 +159,7 @@ def run_beside_text(engine: Engine, name: str, ids: list[int], *images: ImageInp
     return found
 
 
+@pytest.mark.slow
 def test_images_go_through_the_towers_in_parts(tmp_path: Path) -> None:
     case = deep_case()
     engine = start(case, tmp_path, max_num_batched_tokens=64, target_itl=15.0)
@@ -183,6 +185,7 @@ def failing(own: Callable[..., Any], error: Exception, count: int) -> Callable[.
     return encode_all
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("error", "in_parts"), [(KeyError("broken"), False), (torch.OutOfMemoryError("no memory"), True)])
 def test_towers_that_fail_end_their_request_on_all_ranks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, llava: Case, error: Exception, in_parts: bool
@@ -219,6 +222,7 @@ def test_an_image_that_the_towers_refuse_ends_its_own_request(tmp_path: Path, ll
     close(engine)
 
 
+@pytest.mark.slow
 def test_numbers_that_are_not_finite_end_the_request_on_all_ranks(
     tmp_path: Path, llava: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -139,6 +139,7 @@ def _run(engine: Engine) -> None:
         engine.step()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("warm_followers")
 def test_a_mixture_of_a_folder_in_deterministic_mode_on_two_ranks(tmp_path: Path) -> None:
     """How each family is divided is shown by tests/hf/surgery/divide/test_weights.py, with ranks that are threads."""
@@ -164,6 +165,7 @@ def _copy_tokenizer(folder: Path) -> None:
     make_tokenizer().save_pretrained(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("warm_followers")
 def test_what_ends_two_ranks_of_one_process() -> None:
     """A digest that differs, and a step that fails on rank 0 alone. Each is one error, and a new pair may start."""
@@ -300,6 +302,7 @@ def warm_ranks(warm_context: ForkServerContext, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(engine_process, "multiprocessing", SimpleNamespace(get_context=lambda _: context))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("warm_ranks")
 def test_a_killed_rank_ends_every_request_and_is_replaced() -> None:
     """First rank 1, which is replaced, and then rank 0."""
@@ -344,6 +347,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_ranks_end_with_the_process_that_started_them() -> None:
     """The follower is a fresh interpreter, as that of a user is."""
     with warm_program(PARENT, one_layer()) as parent:

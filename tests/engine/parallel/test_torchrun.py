@@ -90,6 +90,7 @@ def test_when_torchrun_has_a_say(place: Any, monkeypatch: pytest.MonkeyPatch) ->
     assert Torchrun.find(EngineConfig(tensor_parallel=2)) is None
 
 
+@pytest.mark.slow
 def test_only_those_who_know_the_secret_are_listened_to(place: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """One who is silent, one who speaks another protocol, one with another secret, a rank that is there twice; and rank 1."""
     monkeypatch.setattr(module, "HANDSHAKE_SECONDS", 1)
@@ -169,6 +170,7 @@ except EngineDeadError as error:
 """
 
 
+@pytest.mark.slow
 def test_two_machines_answer_as_one_rank_and_end_with_a_killed_one() -> None:
     """The weights are rounded while they are loaded, so that quantised weights are divided between processes, too."""
     port = free_port()
@@ -207,6 +209,7 @@ def start_machine(kind: str, rank: int, port: int) -> WarmProcess | subprocess.P
 needs_time = pytest.mark.skipif("FA_SERVE_TEST_TORCHRUN" not in os.environ, reason="FA_SERVE_TEST_TORCHRUN runs torchrun")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["environment", pytest.param("torchrun", marks=needs_time)])
 def test_a_server_of_two_machines_drains(kind: str) -> None:
     """SIGTERM comes to every process, or to the torchrun of rank 0, which sends it to all processes of this machine."""

@@ -46,6 +46,7 @@ def hold_steps(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> threading.Sem
     return gate
 
 
+@pytest.mark.slow
 def test_many_streams_at_once_are_exact(make_engine) -> None:
     async def main():
         async with started(make_engine()) as engine:
@@ -209,6 +210,7 @@ def test_start_loads_the_model(model_folder) -> None:
     assert tokens == greedy(make_model(), prompt, 12)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("warm_engine_processes")
 def test_a_dead_process_is_replaced_as_often_as_allowed(model_folder, caplog) -> None:
     async def main() -> None:
@@ -290,6 +292,7 @@ def test_a_death_while_adapters_are_restored_is_the_cause(monkeypatch) -> None:
     asyncio.run(main())
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("warm_engine_processes")
 def test_an_engine_that_is_started_again_has_the_adapters_of_the_dead_one(model_folder, tmp_path) -> None:
     """What its settings name may have been replaced or unloaded since, and would answer in the place of what was asked for."""

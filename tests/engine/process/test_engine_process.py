@@ -57,6 +57,7 @@ def alive(process: int) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_the_engine_takes_the_process_that_was_started_ahead(model_folder: str) -> None:
     async def main() -> None:
         start_ahead()
@@ -103,6 +104,7 @@ def test_the_parent_imports_nothing_of_an_engine() -> None:
     subprocess.run([sys.executable, "-c", LIGHT], check=True)
 
 
+@pytest.mark.slow
 def test_it_ends_with_a_parent_that_has_no_engine() -> None:
     """Both have been forked with everything imported, so that it reads its connection at once."""
     # the process inherits this pipe, so it is not read to its end

@@ -121,6 +121,7 @@ print(module["resident_bytes"]() - calm >> 20)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs a torch with oneDNN")
 def test_batches_of_many_sizes_do_not_fill_the_memory(monkeypatch) -> None:
     """392 shapes. Without the bound they took 100 to 210 MB."""

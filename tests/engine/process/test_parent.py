@@ -32,6 +32,7 @@ from fa_serve.spec import ParameterError
 pytestmark = pytest.mark.usefixtures("warm_engine_processes")
 
 
+@pytest.mark.slow
 def test_a_separate_process(model_folder, caplog) -> None:
     """Its phases, beats, streams, refusals and an abort; in the end the process is killed from outside."""
     phases: list[Phase] = []

@@ -79,6 +79,7 @@ def test_a_rank_that_leaves_ends_those_who_wait() -> None:
     engine.close()
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_late_ends_those_who_wait() -> None:
     trainer, engine = make_ranks(2, timeout=1.0)
     since = time.monotonic()
@@ -89,6 +90,7 @@ def test_a_rank_that_is_late_ends_those_who_wait() -> None:
     engine.close()
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_come_is_not_awaited_for_ever() -> None:
     store, port = listen(2)
     since = time.monotonic()

@@ -65,6 +65,7 @@ def version_of(url: str) -> int:
     return int(httpx.get(f"{url}/health").headers["x-weight-version"])
 
 
+@pytest.mark.slow
 def test_a_server_answers_with_the_trainers_weights(server: ServerProcess) -> None:
     sender = WeightSender(server.url, KEY)
     sender.init_weight_transfer()
@@ -181,6 +182,7 @@ def test_a_place_where_nobody_can_listen_is_told() -> None:
                 WeightSender("http://127.0.0.1:8000", KEY, host=host, port=where).init_weight_transfer()
 
 
+@pytest.mark.slow
 @in_a_thread
 def test_the_first_server_that_refuses_is_heard(server: ServerProcess) -> None:
     """Those that wait for it fail later, and know less."""
@@ -212,6 +214,7 @@ def fail_after(url: str, seed: int, count: int, how: int) -> None:
     sender.send_weights(make_trained(seed).named_parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["dead", "stopped"])
 def test_a_trainer_that_fails_in_the_middle_hangs_nobody(
     server: ServerProcess, warm_context: ForkServerContext, how: int
@@ -254,6 +257,7 @@ def is_paused(url: str) -> bool:
     return bool(httpx.get(f"{url}/is_paused", headers={"authorization": f"Bearer {KEY}"}, timeout=5).json()["is_paused"])
 
 
+@pytest.mark.slow
 def test_a_stopped_trainer_is_told_what_the_server_says(server: ServerProcess) -> None:
     """An error of the group is that of the server, which knows more."""
     sender = WeightSender(server.url, KEY, timeout=1.5)

@@ -144,6 +144,7 @@ def test_batch_sizes(largest, sizes) -> None:
     assert batch_sizes(largest) == sizes
 
 
+@pytest.mark.slow
 def test_what_is_missing_is_captured_ahead(make_engine, replays, monkeypatch) -> None:
     monkeypatch.setattr(cuda_graphs, "KEY_LENGTHS", (16,))
     monkeypatch.setattr(cuda_graphs, "PROMPT_BATCHES", (2,))
@@ -173,6 +174,7 @@ def test_what_is_missing_is_captured_ahead(make_engine, replays, monkeypatch) ->
     assert len(replays) == 9, "every step"
 
 
+@pytest.mark.slow
 def test_a_step_that_nobody_prepared_takes_a_graph_with_a_little_padding_or_none(make_engine, replays, monkeypatch) -> None:
     monkeypatch.setattr(cuda_graphs, "KEY_LENGTHS", (16,))
     engine = make_engine(max_num_seqs=40)
@@ -282,6 +284,7 @@ def run_mixed(engine) -> None:
     engine.check_integrity()
 
 
+@pytest.mark.slow
 def test_steps_with_prompts_are_captured_when_they_come_again(make_engine, replays, monkeypatch) -> None:
     monkeypatch.setattr(cuda_graphs, "KEY_LENGTHS", (128,))
     monkeypatch.setattr(cuda_graphs, "PROMPT_BATCHES", (2,))
@@ -313,6 +316,7 @@ def test_steps_with_prompts_are_captured_when_they_come_again(make_engine, repla
     assert [batch for *_, batch in lengths].count(0) == 0 < eager, "a step whose shape has no graph takes a larger one"
 
 
+@pytest.mark.slow
 def test_prompts_that_cannot_be_replays_leave_decoding_its_graphs(make_engine, replays, monkeypatch, caplog) -> None:
     engine = make_engine(max_num_batched_tokens=48, max_num_seqs=5)
     engine._runner.make_graphs()

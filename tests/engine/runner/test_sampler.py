@@ -74,6 +74,7 @@ def test_keys_differ_by_seed_and_by_position() -> None:
     assert abs((both > 0).mean() - 0.5) < 0.03
 
 
+@pytest.mark.slow
 def test_draws_of_neighbouring_seeds_and_positions_are_independent() -> None:
     logits = torch.zeros(16)
     for first, second in ((keys(DRAWS, 0), keys(DRAWS, 1)), (keys(DRAWS + 1, 0)[:-1], keys(DRAWS + 1, 0)[1:])):

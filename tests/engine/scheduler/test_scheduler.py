@@ -351,6 +351,7 @@ def test_a_client_that_holds_every_slot_gives_one_to_a_client_that_has_none() ->
     assert own[2].tokens[2:] == expected_output([1, 2], 40, frozenset())
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(40), deadline=None)
 @given(
     lengths=st.lists(

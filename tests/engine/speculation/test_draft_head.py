@@ -66,6 +66,7 @@ def test_no_parameter_changes_what_is_generated(check, case) -> None:
     check_case(check, case)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "given",
     [{"depth": 0, **TIGHT}, TIGHT, {"prefix_caching": False}, {"family": "mistral", **TIGHT}, {"family": "qwen3"}],
@@ -86,6 +87,7 @@ def test_answers_end_inside_a_draft(check, make_quiet, right_head) -> None:
         check(params, loudness=0.0, speculative=right_head)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("params", [CASES["greedy"], CASES["sampled"]], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("given", [{}, TIGHT], ids=["", "preempted"])
 def test_a_right_head_is_always_right(check, right_head, params, given) -> None:
@@ -108,6 +110,7 @@ def test_a_right_head_saves_steps(make_quiet, right_head) -> None:
     assert engine.stats().speculation.accepted_at == (4,) * 7
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given", [{}, TIGHT, {"deterministic": True}], ids=["", "preempted", "deterministic"])
 def test_drafts_are_those_of_the_equation(make_quiet, tmp_path, monkeypatch, given) -> None:
     """With prefixes from the cache, whose hidden states were computed for another request, and with fused layers."""

@@ -60,6 +60,7 @@ def test_no_parameter_changes_what_is_generated(check, case) -> None:
     check_case(check, case)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("depth", "given"),
     [(0, TIGHT), (1, TIGHT), (1, {"prefix_caching": False}), (1, {"family": "mistral", **TIGHT}), (0, {"max_num_seqs": 2})],
@@ -73,6 +74,7 @@ def test_no_setting_changes_what_is_generated(check, depth, given) -> None:
         assert engine.stats().num_preemptions > 0
 
 
+@pytest.mark.slow
 def test_stop_strings_and_stop_tokens(check, make_engine) -> None:
     found = make_engine().generate(random_prompts(4), SAMPLED)
     stop = next(each.text[5:8] for each in found if len(each.text) > 8)
@@ -85,6 +87,7 @@ def test_stop_strings_and_stop_tokens(check, make_engine) -> None:
         check(params)
 
 
+@pytest.mark.slow
 def test_deterministic_mode_is_bitwise_the_same(make_engine, draft) -> None:
     params = replace(CASES["penalties"], logprobs=2, max_tokens=12)
     prompts = random_prompts(3)
@@ -94,6 +97,7 @@ def test_deterministic_mode_is_bitwise_the_same(make_engine, draft) -> None:
     assert engine.stats().speculation.num_accepted_tokens > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("params", [CASES["greedy"], CASES["sampled"]], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("given", [{}, TIGHT], ids=["", "preempted"])
 def test_an_equal_model_is_always_right(check, twin, params, given) -> None:
@@ -116,6 +120,7 @@ def test_an_equal_model_saves_steps(make_engine, twin) -> None:
     assert (plain.stats().num_steps, engine.stats().num_steps) == (33, 5), "a prompt, and four times eight tokens"
 
 
+@pytest.mark.slow
 def test_requests_come_and_are_aborted(make_engine, draft) -> None:
     draw = random.Random(0)
     prompts = random_prompts(12)
@@ -215,6 +220,7 @@ def test_a_failure_of_the_draft_model_ends_no_request(make_engine, draft, monkey
     engine.check_integrity()
 
 
+@pytest.mark.slow
 def test_a_token_that_the_sampler_did_not_find_ends_a_draft(make_engine, draft, monkeypatch) -> None:
     engine = make_engine(speculative=draft)
     model = engine._runner.draft.model

@@ -99,6 +99,7 @@ def test_no_setting_changes_what_is_generated(check, depth, given) -> None:
     assert check(params, depth=depth, **given).stats().speculation.num_accepted_tokens > 0
 
 
+@pytest.mark.slow
 def test_answers_end_inside_a_draft(make_engine, check) -> None:
     """At a stop string, a stop token, the model's end token, the end of a grammar, or the last token that is allowed."""
     text = make_engine().generate(random_prompts(4), SAMPLED)
@@ -117,6 +118,7 @@ def test_answers_end_inside_a_draft(make_engine, check) -> None:
     check(SAMPLED, longer=replace(SAMPLED, ignore_eos=True), model=model)
 
 
+@pytest.mark.slow
 def test_deterministic_mode_is_bitwise_the_same(make_engine, monkeypatch) -> None:
     params = replace(CASES["penalties"], logprobs=2, max_tokens=12)
     prompts = random_prompts(3)
@@ -218,6 +220,7 @@ def test_pages_of_wrong_drafts_are_not_shared(make_engine, monkeypatch) -> None:
     assert (found.token_ids, found.num_cached_tokens) == (expected.token_ids, expected.num_cached_tokens)
 
 
+@pytest.mark.slow
 def test_repetitions_are_found_in_prompt_and_answer(make_engine) -> None:
     """Without an oracle: an answer of two tokens repeats itself."""
     params = SamplingParams(max_tokens=40, temperature=0.0, allowed_token_ids=(5, 6))

@@ -89,6 +89,7 @@ def other_weights() -> Any:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("build", "settings"),
     [
@@ -130,6 +131,7 @@ def test_files_come_back_to_their_salt_only(open_engine) -> None:
     assert [cached(later, salt) for salt in (None, "other", "salt")] == [0, 0, 28]
 
 
+@pytest.mark.slow
 def test_files_come_back_to_the_content_of_an_adapter(open_engine, tmp_path: Path) -> None:
     """Names, and the order in which adapters are loaded, say nothing of a later engine's."""
     [given] = prompts(1)
@@ -148,6 +150,7 @@ def test_files_come_back_to_the_content_of_an_adapter(open_engine, tmp_path: Pat
     assert found["second"].token_ids == before.token_ids
 
 
+@pytest.mark.slow
 def test_new_weights_neither_read_nor_write_files(open_engine, tmp_path: Path, caplog) -> None:
     given = prompts(4)
     engine = open_engine()
@@ -202,6 +205,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 def test_what_a_killed_engine_has_written_is_right(tmp_path: Path) -> None:
     """It is killed while it writes. Each file that is there can be read, and gives the tokens of an engine without a folder."""
     model = one_layer()

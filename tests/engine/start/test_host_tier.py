@@ -42,6 +42,7 @@ def answers(engine: Engine, given: list[list[int]]) -> list[list[int]]:
     return [engine.generate([prompt], GREEDY)[0].token_ids for prompt in given]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("build", "settings"),
     [
@@ -78,6 +79,7 @@ def test_a_completion_says_how_many_tokens_have_come_back(make_engine) -> None:
     assert engine.generate([first], GREEDY)[0].num_cached_tokens == 28
 
 
+@pytest.mark.slow
 def test_new_weights_read_nothing_from_the_host(make_engine) -> None:
     given = prompts(4)
     engine = make_engine(num_pages=18, kv_host_memory=MEBIBYTE)
@@ -90,6 +92,7 @@ def test_new_weights_read_nothing_from_the_host(make_engine) -> None:
     assert answers(engine, given) == answers(plain, given)
 
 
+@pytest.mark.slow
 def test_an_engine_that_has_slept_begins_with_an_empty_tier(make_engine) -> None:
     given = prompts(4)
     engine = make_engine(num_pages=18, kv_host_memory=MEBIBYTE)

@@ -84,6 +84,7 @@ def late(engine: Engine, name: str, counted: CountedLaunches, process: Any = Non
     return counted.kernels[compiled:]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["sm90", "sm80"])
 @pytest.mark.parametrize("name", ["llava", "gemma3", "qwen2_5_vl"])
 def test_no_picture_needs_a_kernel_that_the_warm_up_leaves_out(name: str, target: str, caplog) -> None:
@@ -116,6 +117,7 @@ def test_a_lack_of_the_warm_up_is_seen(lack: str, monkeypatch: pytest.MonkeyPatc
     assert any(kernel.startswith("attn_fwd") for kernel in found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("sides", "is_complete"), [(SIDES, True), ((16, 100), False), ((700, 1024), False)])
 def test_pictures_of_all_sizes_are_needed(sides: tuple[int, int], is_complete: bool, monkeypatch) -> None:
     """Heads of 80 numbers, as the towers of Qwen2.5-VL have: tiles differ by the number of patches, up to some thousand."""
@@ -152,6 +154,7 @@ def test_attention_to_more_patches_has_no_other_tiles(dim: int) -> None:
         assert len({tiles(patches, packed) for patches in range(1, most, 7)}) > 1
 
 
+@pytest.mark.slow
 def test_blocks_stand_behind_any_number_of_keys() -> None:
     engine = make("gemma3")
     seen: list[tuple[int, int]] = []

@@ -109,6 +109,7 @@ if ALL:
     CASES |= APART
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_no_request_needs_a_kernel_that_the_warm_up_leaves_out(make: Make, case: str) -> None:
     engine = make(**CASES[case])
@@ -117,6 +118,7 @@ def test_no_request_needs_a_kernel_that_the_warm_up_leaves_out(make: Make, case:
         assert late(engine, counted, rounds=rounds) == []
 
 
+@pytest.mark.slow
 def test_no_request_needs_another_kernel_than_those_of_a_step_that_is_captured(make: Make, replays) -> None:
     engine = make()
     with counted_launches() as counted:
@@ -126,6 +128,7 @@ def test_no_request_needs_another_kernel_than_those_of_a_step_that_is_captured(m
     assert len(replays) > 50
 
 
+@pytest.mark.slow
 def test_no_request_with_an_adapter_needs_another_kernel(make: Make, adapters: dict[str, Path]) -> None:
     engine = make(**LORA)
     for name, folder in adapters.items():
@@ -135,12 +138,14 @@ def test_no_request_with_an_adapter_needs_another_kernel(make: Make, adapters: d
     assert sum("_expand" in kernel for kernel in counted.kernels) > 4
 
 
+@pytest.mark.slow
 def test_no_request_of_a_hybrid_needs_another_kernel(make: Make) -> None:
     engine = make(model=copy.deepcopy(model_of("qwen3.5")))
     with counted_launches() as counted:
         assert late(engine, counted) == []
 
 
+@pytest.mark.slow
 def test_no_request_needs_another_kernel_where_sequences_read_common_pages_once(make: Make, monkeypatch) -> None:
     monkeypatch.setattr(attention_kinds, "LEAST_GROUP_BYTES", 1)
     engine = make(cascade_attention=True)

@@ -93,6 +93,7 @@ def test_every_kind_is_followed_and_neighbours_are_left_alone(with_end, depth, s
     engine.check_integrity()
 
 
+@pytest.mark.slow
 def test_the_step_ahead_changes_no_answer(with_end) -> None:
     kinds = list(KINDS)
     answers = [
@@ -266,6 +267,7 @@ def copies(matcher: Matcher, count: int) -> list[Matcher]:
     return [matcher.deep_copy() for _ in range(count)]
 
 
+@pytest.mark.slow
 def test_masks_of_one_client_do_not_wait_for_slow_ones_of_another(make_engine, monkeypatch) -> None:
     monkeypatch.setattr(structured, "MASKS_SECONDS", 0.5)
     grammars = make_engine().grammars
@@ -285,6 +287,7 @@ def test_masks_of_one_client_do_not_wait_for_slow_ones_of_another(make_engine, m
         assert (words[done] == expected[done]).all()
 
 
+@pytest.mark.slow
 def test_side_by_side_no_more_than_a_slice_is_computed_after_slow_masks(make_engine, monkeypatch) -> None:
     grammars = make_engine().grammars
     matcher = grammars.matcher(StructuredOutput(regex="[0-9]{3}"))
@@ -390,6 +393,7 @@ def test_streams_of_schemas_rejections_and_aborts() -> None:
 AMBIGUOUS = 'start: s\ns: s s | s s s | s s s s | t\nt: t t | "a" | "b" | "ab"'
 
 
+@pytest.mark.slow
 def test_an_ambiguous_grammar_ends_when_its_masks_have_taken_too_long(with_end) -> None:
     """Behind a hundred tokens one mask takes 50 ms and more, and each step waits for it. All answers share the budget."""
     engine = with_end()

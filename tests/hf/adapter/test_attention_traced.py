@@ -19,6 +19,7 @@ from fa_serve.hf.adapter import attention
 from fa_serve.testing import make_qkv
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", each_nth(3, ["gemma2", "mistral", "llama"]))  # gemma2 has layers with windows and without
 @torch.no_grad()
 def test_compiles_without_a_graph_break(family: str) -> None:
@@ -33,6 +34,7 @@ def test_compiles_without_a_graph_break(family: str) -> None:
     torch.testing.assert_close(actual[mask.bool()], eager(ids, attention_mask=mask).logits[mask.bool()], atol=3e-5, rtol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "graphs", "kernels"),  # a sliding static cache runs other code once it is full
     each_nth(2, [("gemma3", 2, "kernels"), ("gemma3", 2, "none"), ("llama", 1, "none"), ("llama", 1, "kernels")]),
@@ -68,6 +70,7 @@ def test_compiled_decoding_does_not_recompile_and_has_no_sizes_that_grow(family:
         assert family == "llama" or numbers["sdpa"][1] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("padded", [False, True], ids=["none", "padding"])
 @torch.no_grad()
 def test_a_step_compiled_by_the_user_is_one_graph(padded: bool, kernels: bool) -> None:
@@ -98,6 +101,7 @@ def test_a_step_compiled_by_the_user_is_one_graph(padded: bool, kernels: bool) -
 
 
 # transformers collects outputs in a global while it is traced
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:While compiling, we found certain side effects:UserWarning")
 @pytest.mark.parametrize("kernels", each_nth(2, ["kernels", "none"]), indirect=True)
 @torch.no_grad()

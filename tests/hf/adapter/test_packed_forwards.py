@@ -172,6 +172,7 @@ def test_a_class_that_hands_no_words_down(name: str) -> None:
         ours(ids, attention_mask=hidden, **ways["lengths"])
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_compiled_model_that_hands_no_words_down() -> None:
     eager = FAMILIES["stablelm"].build(num_hidden_layers=1)

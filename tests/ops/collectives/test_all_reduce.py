@@ -29,6 +29,7 @@ def part(rank: int) -> torch.Tensor:
     return torch.randn(7, 33, generator=torch.Generator().manual_seed(rank))
 
 
+@pytest.mark.slow
 def test_three_ranks_add_in_their_order_and_a_lost_one_is_an_error() -> None:
     """Unordered, the first rank to be added depends on the place in the tensor, and three numbers do not commute."""
     store, port = listen(3)

@@ -110,6 +110,7 @@ def test_residual_and_norms(total: int, width: int, before: bool, after: bool, d
         assert_rounded_once(normed, ops.rms_norm(x.double(), norm_before._replace(weight=norm_before.weight.double())))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3])
 def test_ranks_wait_for_each_other(size: int, tmp_path: Path) -> None:
     """Processes that begin each call at other times add up the right parts, in halves that they use again."""

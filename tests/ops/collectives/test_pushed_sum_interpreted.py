@@ -151,6 +151,7 @@ def test_the_slots_of_all_programs_fit_into_half_of_the_buffer(width: int, dtype
     assert programs == min(MAX_PROGRAMS, PUSHED_BYTES // (4 * slot_bytes))
 
 
+@pytest.mark.slow
 def test_parts_are_not_overwritten_before_they_are_read(tmp_path: Path) -> None:
     """Either rank may be slow. Calls of both kernels follow each other, with slots of different sizes.
 

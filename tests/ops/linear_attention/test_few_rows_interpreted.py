@@ -34,6 +34,7 @@ def bound(expected: torch.Tensor, dtype: torch.dtype) -> float:
 CASES = [(name, torch.float32) for name in NAMES] + [("delta", torch.float16), ("ssd", torch.float16)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "dtype"), CASES, ids=str)
 def test_steps_over_the_ends_of_pages(name: str, dtype: torch.dtype) -> None:
     """Single tokens, drafts that are rejected over the end of a page, 16 rows, beside padding of slot 0."""
@@ -57,6 +58,7 @@ def test_steps_over_the_ends_of_pages(name: str, dtype: torch.dtype) -> None:
     assert done == 36
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["delta", "kda", "ssd"])
 def test_bits_do_not_depend_on_the_steps(name: str) -> None:
     """Behind a page, 16 rows in one step and in three: outputs, tails and the next state."""
@@ -77,6 +79,7 @@ def test_bits_do_not_depend_on_the_steps(name: str) -> None:
         assert torch.equal(once, often)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page_size", [16, 32])
 @pytest.mark.parametrize("name", ["delta", "kda", "lightning", "ssd"])
 def test_single_rows_have_the_bits_of_many(name: str, page_size: int) -> None:
@@ -126,6 +129,7 @@ def test_steps_of_one_row_have_their_kernel(monkeypatch: pytest.MonkeyPatch) -> 
     assert planned == [False, True]
 
 
+@pytest.mark.slow
 def test_sequences_share_a_page_and_heads_have_strides() -> None:
     """Rows are parts of a wider tensor, as a convolution leaves them, and the page that is read stays as it was."""
     kind = KINDS_BY_NAME["delta"]

@@ -18,6 +18,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run, "_gradients_of", None)  # PyTorch's form is not asked
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["delta", "delta-strong", "kda", "kda-strong"])
 def test_packed_sequences(name: str) -> None:
     """Sequences of 5, 0 and 130 rows with states, and two rows behind the last one. Weak gates, so that states count."""

@@ -31,6 +31,7 @@ def bound(expected: torch.Tensor, dtype: torch.dtype) -> float:
 CASES = [(name, torch.float32) for name in NAMES] + [("delta", torch.float16), ("ssd", torch.float16)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "dtype"), CASES, ids=str)
 def test_chunks_and_what_follows_them(name: str, dtype: torch.dtype) -> None:
     """A chunk with states within it beside padding and few rows, a second chunk from a page, then single tokens by the other
@@ -97,6 +98,7 @@ def change_tile(monkeypatch: pytest.MonkeyPatch, **change: int) -> None:
     monkeypatch.setattr(table, "RECURRENCE_KERNELS", tuple(rows))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["delta", "kda"])
 def test_outputs_in_the_loop_of_packed_prompts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks that begin, a chunk behind a page, few rows and padding in a step: the outputs are those of the kernel behind the
@@ -153,6 +155,7 @@ def test_no_rows(name: str) -> None:
     assert torch.equal(final, begin)
 
 
+@pytest.mark.slow
 def test_more_pieces_than_are_read_at_once() -> None:
     """Two sequences of 70 rows in pieces of one row: the second one's begin behind 70 of the first, and end behind 128."""
     kind = KINDS_BY_NAME["lightning"]

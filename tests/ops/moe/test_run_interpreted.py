@@ -127,6 +127,7 @@ def test_experts(case: Case) -> None:
 HALF = [case for case in CASES if case.id in ("k2", "T1", "T63", "uneven", "odd", "odd-T1", "gpt-oss", "gpt-oss-T1")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", HALF)
 def test_experts_in_float16(case: Case) -> None:
     """Each kernel, with both orders of the weights."""
@@ -270,6 +271,7 @@ def test_no_tokens() -> None:
     assert compute_experts(x[:0], index[:0], weights[:0], experts, False).shape == (0, 40)
 
 
+@pytest.mark.slow
 def test_values_that_are_not_finite_stay_in_their_row() -> None:
     for tokens in (1, 20):
         x, index, weights, experts = Case(tokens, 2, gate=CLAMPED).make(torch.float32)

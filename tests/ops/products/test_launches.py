@@ -239,6 +239,7 @@ def has_tile(launched: Launched, choice: KernelChoice) -> bool:
     return all(size in constants for size in sizes if size is not None)
 
 
+@pytest.mark.slow
 def test_what_the_table_says_is_what_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     draw = Draw(1)
     chosen = Counter[str]()

@@ -228,6 +228,7 @@ import fa_serve.server
 """
 
 
+@pytest.mark.slow
 def test_models_are_served_where_triton_is_not_installed() -> None:
     done = after_torch(PACKAGES_WITHOUT_TRITON)
     assert done.returncode == 0, done.stderr

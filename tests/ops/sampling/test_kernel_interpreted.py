@@ -87,6 +87,7 @@ def tied(vocab: int, dtype: torch.dtype, seed: int) -> Tensor:
     return logits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
 @pytest.mark.parametrize("top_k", [1, 2, 60, 1500, 4000, 8999])
 def test_of_tokens_that_tie_with_the_kth_those_with_the_lowest_ids_are_drawn(top_k: int, dtype: torch.dtype) -> None:

@@ -90,6 +90,7 @@ def test_tokens_that_cannot_come_are_no_beams():
     assert [beam.tokens for beam in search.live] == [[4]]
 
 
+@pytest.mark.slow
 async def test_beams_of_the_embedded_model_are_those_of_its_own_scores(served):
     model = AutoModelForCausalLM.from_pretrained(model_path(), dtype=torch.float32).eval()
     prompt = [5, 17, 40, 9]

@@ -61,6 +61,7 @@ async def test_slow_is_not_cut_off(engine):
         assert connection.sent[-1] == {"type": "http.response.body", "body": b"data: [DONE]\n\n", "more_body": False}
 
 
+@pytest.mark.slow
 async def test_request_timeout(serving, engine, conforms):
     async with serving(request_timeout=3) as client:  # a busy machine needs that long to hand both requests to the engine
         engine.gate.clear()

@@ -69,6 +69,7 @@ print("returned")
 """
 
 
+@pytest.mark.slow
 def test_no_thread_looks_for_interrupts_when_they_are_over() -> None:
     """Every call of every thread takes 1.6 times as long while Python 3.11 looks for them."""
     done = subprocess.run([sys.executable, "-c", LOOKING], capture_output=True, text=True, timeout=60)

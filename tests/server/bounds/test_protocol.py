@@ -140,6 +140,7 @@ async def test_too_slow(listening, parts, expected):
             assert said(answer) == expected
 
 
+@pytest.mark.slow
 async def test_an_idle_connection_is_closed_and_a_used_one_is_not(listening):
     async with listening(header_timeout=2, body_timeout=2, keep_alive_timeout=2) as connect:
         reader, writer = await connect()
@@ -150,6 +151,7 @@ async def test_an_idle_connection_is_closed_and_a_used_one_is_not(listening):
         assert await asyncio.wait_for(reader.read(), 30) == b'"}'
 
 
+@pytest.mark.slow
 async def test_a_stream_outlives_all_deadlines(listening, engine):
     async with listening(header_timeout=1, body_timeout=1, keep_alive_timeout=1) as connect:
         engine.gate.clear()
@@ -178,6 +180,7 @@ async def test_one_request_is_pipelined_and_more_end_the_connection(listening, e
         assert (await asyncio.wait_for(reader.read(), 30)).count(b"HTTP/1.1 200 ") == 2
 
 
+@pytest.mark.slow
 async def test_the_time_in_which_the_server_does_not_read_is_not_the_clients(listening, engine):
     """A pipelined body of more than 64 KB waits for the answer before it. Before: both were cut off at the body's deadline."""
     async with listening(body_timeout=0.3) as connect:

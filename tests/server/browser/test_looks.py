@@ -36,6 +36,7 @@ CONTRAST = """
 """
 
 
+@pytest.mark.slow
 def test_light_and_dark_with_the_server_at_work(page, served):
     """A chat and charts under load, as in the screenshots. The text has enough contrast in both colour schemes."""
     expect = expecting()
@@ -105,6 +106,7 @@ LONG = (
 )
 
 
+@pytest.mark.slow
 def test_three_widths_in_two_schemes(browser, served, tmp_path_factory):
     """Nothing is cut off, everything has a name, text has contrast, and axe-core finds nothing serious."""
     expect = expecting()
@@ -184,6 +186,7 @@ DRAWING = """() => {
 }"""
 
 
+@pytest.mark.slow
 def test_states_at_three_widths_in_two_schemes(browser, served, tmp_path_factory):
     """An empty page, an image before it is sent, a long answer about it, an error, and a server that has gone."""
     expect = expecting()
@@ -222,6 +225,7 @@ def test_states_at_three_widths_in_two_schemes(browser, served, tmp_path_factory
     page.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [360, 1440])
 @pytest.mark.parametrize("state", ["empty", "answered"])
 def test_axe_finds_nothing(browser, served, width, state):

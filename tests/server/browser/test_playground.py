@@ -3,11 +3,13 @@
 import json
 import re
 
+import pytest
 from browser_pages import answering, expecting, model_card, open_page, stream, write_on
 
 PIXEL = "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
 
 
+@pytest.mark.slow
 def test_chat_stop_and_charts(page):
     expect = expecting()
     message = page.get_by_label("Message", exact=True)
@@ -76,6 +78,7 @@ def test_it_needs_no_mouse(page):
     expect(page.locator(".message")).to_have_count(0)
 
 
+@pytest.mark.slow
 def test_a_mistake_of_the_server_and_of_the_network_keeps_the_text(browser, served):
     expect = expecting()
     page = open_page(browser, served.url)
@@ -119,6 +122,7 @@ def test_a_mistake_of_the_server_and_of_the_network_keeps_the_text(browser, serv
     page.close()
 
 
+@pytest.mark.slow
 def test_retry_edit_copy_and_history(browser, served):
     expect = expecting()
     page = open_page(browser, served.url)
@@ -182,6 +186,7 @@ def test_retry_edit_copy_and_history(browser, served):
     page.close()
 
 
+@pytest.mark.slow
 def test_images_are_sent_where_the_model_takes_them(browser, served):
     expect = expecting()
     page = open_page(browser, served.url, **{"v1/models": model_card(input_modalities=["text", "image"])})
@@ -227,6 +232,7 @@ def test_a_model_without_images_and_adapters_offers_none(page):
     expecting()(page.get_by_label("Adapter")).to_be_hidden()
 
 
+@pytest.mark.slow
 def test_an_adapter_is_asked_for_by_its_name(browser, served):
     expect = expecting()
     sent = []
@@ -247,6 +253,7 @@ def test_an_adapter_is_asked_for_by_its_name(browser, served):
     page.close()
 
 
+@pytest.mark.slow
 def test_views_of_encoders_and_of_the_model(browser, served):
     expect = expecting()
     vectors = {"data": [{"embedding": each} for each in ([1, 0], [0.6, 0.8], [0, 2])]}
@@ -291,6 +298,7 @@ def test_the_view_of_the_model(page):
     expect(page.locator("#chat")).to_be_visible()
 
 
+@pytest.mark.slow
 def test_the_embedded_model_answers_what_the_empty_page_proposes(browser, served):
     """The first thing that a stranger presses."""
     expect = expecting()

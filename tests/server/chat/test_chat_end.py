@@ -33,6 +33,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("warm_engine_processes")
 @pytest.mark.parametrize("process", [False, True], ids=["thread", "process"])
 def test_every_chat_ends_there_and_completions_do_not(folder, process) -> None:

@@ -3,6 +3,7 @@
 import weakref
 from types import SimpleNamespace
 
+import pytest
 from fa_serve.server.chat import template_process
 from fa_serve.server.chat.content_forms import STRINGS
 from fa_serve.server.chat.template_process import first_showing
@@ -58,6 +59,7 @@ def test_nothing_that_a_probe_writes_comes_back() -> None:
     assert other.writes_tool_images("<image>", trial)
 
 
+@pytest.mark.slow
 def test_a_template_that_renders_within_its_memory_passes_its_probes() -> None:
     """All texts of the probes were in memory at once, so that a long-winded template was refused for them."""
     limits = TrialLimits("end", 60.0, 96 << 20, "template")

@@ -171,6 +171,7 @@ async def test_rendering_stops_when_the_output_is_longer_than_a_prompt_can_be(te
         await assert_rendering_stops(client, engine, kind)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("warm_trials")
 async def test_rendering_a_template_of_the_request_stops_there_too(teller, engine):
     async with teller(("a",), READS_CALLS, allow_request_chat_template=True, tool_call_parser="hermes") as client:

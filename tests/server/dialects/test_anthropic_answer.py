@@ -258,6 +258,7 @@ def test_bodies_are_bounded_and_must_be_json(speaking) -> None:
     assert (lost.status_code, lost.json()["error"]["type"]) == (404, "not_found_error")
 
 
+@pytest.mark.slow
 def test_a_full_queue(speaking, engine) -> None:
     url = speaking("a", max_num_seqs=1, max_waiting=0)
     engine.gate.clear()

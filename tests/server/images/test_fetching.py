@@ -250,6 +250,7 @@ def test_a_host_that_does_not_read_is_left_in_time(host: Host) -> None:
     assert time.monotonic() - begin < 10
 
 
+@pytest.mark.slow
 def test_a_handshake_has_what_a_connection_has_left(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = threading.Event()
     host(lambda _: gate.wait(20) and None, tls=True)

@@ -365,6 +365,7 @@ def prepare(given):
 """A processor that needs a gigabyte, or whose system has less than our limit, or which is wrong."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["limit", "system", "shapes"])
 async def test_who_is_to_blame_when_torch_fails(
     folder: Path, tmp_path: Path, fault: str, capfd: Any, request: pytest.FixtureRequest
@@ -394,6 +395,7 @@ async def test_who_is_to_blame_when_torch_fails(
     assert "USDT" not in capfd.readouterr().err, "the profiler writes to the server's log"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("warm_trials")
 async def test_a_processor_that_the_process_cannot_load(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Pixels come then, and the log says once what that costs."""

@@ -88,6 +88,7 @@ def serving(folder: Path) -> Callable[..., Any]:
     return start
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("warm_trials")
 async def test_two_images_in_a_chat(serving, expected) -> None:
     prompt, answer = expected("user: <image> and <image>What is the difference?\nassistant: ", 0, 1)
@@ -150,6 +151,7 @@ async def test_the_process_starts_before_the_first_picture(serving, monkeypatch)
         assert trials._process is process
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("warm_trials")
 async def test_who_shares_what_is_made_of_a_picture(serving, monkeypatch) -> None:
     """Requests that share prefixes share images too, and others do not."""
@@ -176,6 +178,7 @@ async def test_who_shares_what_is_made_of_a_picture(serving, monkeypatch) -> Non
     assert answers == answers[:1] * 5
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("warm_trials")
 async def test_n_and_streaming(serving, expected) -> None:
     _, answer = expected("user: <image>What is the difference?\nassistant: ", 1)
@@ -190,6 +193,7 @@ async def test_n_and_streaming(serving, expected) -> None:
     assert "".join(c["choices"][0]["delta"].get("content", "") for c in chunks) == text
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("warm_trials")
 async def test_responses_and_messages(serving, expected) -> None:
     prompt, _ = expected("user: <image>What is the difference?\nassistant: ", 0)
@@ -219,6 +223,7 @@ TOOL_TURNS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("warm_trials")
 async def test_images_in_results_of_tools(serving, expected, tmp_path) -> None:
     """Through the three APIs, if the chat template writes them."""
@@ -263,6 +268,7 @@ async def test_images_in_results_of_tools(serving, expected, tmp_path) -> None:
             assert reply.json()["error"]["message"].startswith(f"{place} must be a complete PNG, JPEG, WebP or GIF"), reply.text
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("warm_trials")
 async def test_a_template_that_leaves_out_images_is_named(serving, tmp_path) -> None:
     """The client has not written the prompt, and cannot know that places are missing in it."""
@@ -277,6 +283,7 @@ async def test_a_template_that_leaves_out_images_is_named(serving, tmp_path) -> 
     assert error["param"] == "messages"
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("warm_trials")
 @pytest.mark.parametrize("detail", ["auto", "low", "high", "original"])
 async def test_detail_has_no_effect(serving, detail: str) -> None:
@@ -290,6 +297,7 @@ async def test_detail_has_no_effect(serving, detail: str) -> None:
         assert (await client.post("/v1/responses", json=body)).status_code == 200
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("warm_trials")
 async def test_a_template_that_leaves_out_images_of_tools_is_named(serving, tmp_path) -> None:
     path = tmp_path / "template.jinja"
@@ -334,6 +342,7 @@ async def test_a_template_that_leaves_out_images_of_tools_is_named(serving, tmp_
         assert reply.status_code == 200, reply.text
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("warm_trials")
 async def test_all_runs_of_a_requests_template_have_one_limit_of_time(serving, monkeypatch) -> None:
     """Whether it writes images of tools is tried before they are fetched, and the rest afterwards."""

@@ -28,6 +28,7 @@ def loaded():
     return Engine(EngineConfig(device="cpu", num_pages=64, max_num_seqs=4))
 
 
+@pytest.mark.slow
 async def test_each_part_is_where_the_time_went(loaded, monkeypatch, caplog):
     """Every part is made slow by a sleep of another length."""
     sleeps = {"prepare": 0.11, "handover": 0.22, "prompt": 0.33, "decode": 0.4, "masks": 0.54, "detokenise": 0.36, "write": 0.5}
@@ -124,6 +125,7 @@ async def test_without_the_setting_nothing_is_measured(serving, engine, caplog):
     assert not slow_records(caplog)
 
 
+@pytest.mark.slow
 async def test_a_request_that_is_cut_off_is_told_as_far_as_it_came(serving, engine, caplog):
     async with serving(log_slow=50, request_timeout=1) as client:
         engine.gate.clear()

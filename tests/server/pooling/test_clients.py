@@ -60,6 +60,7 @@ def test_openais_client_gets_vectors(embedder, encoder_of) -> None:
         client.embeddings.create(model="tiny", input="a")
 
 
+@pytest.mark.slow
 def test_coheres_client_reranks(encoder_of) -> None:
     cohere = pytest.importorskip("cohere", reason="cohere is not installed")
     scores = encoder_of("score").score(QUERY, TEXTS)
@@ -72,6 +73,7 @@ def test_coheres_client_reranks(encoder_of) -> None:
             np.testing.assert_allclose([each.relevance_score for each in reply.results], scores[order[:3]], atol=1e-6)
 
 
+@pytest.mark.slow
 def test_langchain_embeds_documents_and_queries(embedder, encoder_of) -> None:
     langchain = pytest.importorskip("langchain_openai", reason="langchain-openai is not installed")
     client = langchain.OpenAIEmbeddings(

@@ -78,6 +78,7 @@ def test_packed_sinks_and_lse() -> None:
     run_backward(GradientCase("", sinks=True, with_lse=True, lengths=((70, 90), (40, 40)), heads=(4, 2), head_dim=(96, 96)))
 
 
+@pytest.mark.slow
 def test_any_strides_and_addresses() -> None:
     """Heads before tokens are addressed directly; odd strides, an unaligned address and an expanded dO are copied."""
     call = GradientCall(GradientCase("", heads=(4, 2), batch=2))

@@ -45,6 +45,7 @@ def test_dense(case: Case) -> None:
     check_gradients(case, "triton", torch.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", params([VARLEN[1], VARLEN[3]]))
 def test_varlen(case: Case) -> None:
     """Rows of no sequence hold NaN, and have no gradient."""
@@ -84,6 +85,7 @@ def test_any_tile_gives_the_same(keys: tuple[int, ...], queries: tuple[int, ...]
         torch.testing.assert_close(getattr(actual, name), getattr(expected, name), atol=2e-6, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_any_strides_and_addresses() -> None:
     """Head-first storage, an expanded gradient, and an address that tensor descriptors cannot have."""
     q, k, v = make_qkv(1, 40, 50, 4, 2, 32)

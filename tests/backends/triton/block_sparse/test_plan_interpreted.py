@@ -76,6 +76,7 @@ def test_strided_inputs_lists_and_out() -> None:
     assert bool(wide[..., 32:].isnan().all())
 
 
+@pytest.mark.slow
 def test_splits_of_decoding_are_merged() -> None:
     """Each number of splits, also more than the lists have tiles."""
     for num_splits in (1, 2, 9):

@@ -251,11 +251,13 @@ BY_ROWS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "splits"), BY_ROWS)
 def test_tiles_of_64_rows_have_queries_as_rows(case: Case, splits: int):
     check(case, tiles=DecodeTiles(64, 16, 4, 2, splits, balanced=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "splits"), BY_ROWS[:4])  # the others differ in their masks and their dtype
 def test_tiles_of_64_rows_with_splits_of_one_length(case: Case, splits: int):
     check(case, tiles=DecodeTiles(64, 16, 4, 2, splits, balanced=False))
@@ -305,6 +307,7 @@ def test_dense_cache(
     assert torch.equal(out, actual)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("masked", [False, True], ids=["plain", "masked"])
 def test_a_growing_cache_has_one_plan(batch: int, masked: bool) -> None:
@@ -344,6 +347,7 @@ def test_a_captured_graph_would_serve_shorter_lengths():
         check(Case(kv_lens=(17, 1, 150), num_splits=splits), max_seqlen_k=160 * 16)
 
 
+@pytest.mark.slow
 def test_batch_invariance():
     """With num_splits given, a row is bitwise the same alone and in any company."""
     case = Case(q_lens=(1, 5, 3), kv_lens=(150, 100, 20), num_splits=3, dtype=torch.float16)

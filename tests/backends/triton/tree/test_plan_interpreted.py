@@ -128,6 +128,7 @@ def test_the_tree_computes_attention(name: str, apart: bool, monkeypatch: pytest
     assert_lse_matches(lse, exact_lse)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["plain", "window", "float8"])
 def test_a_query_has_the_same_bits_in_a_prompt_in_a_chunk_and_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(InterpreterBuilder, "create_dot", dot_in_one_order)
@@ -151,6 +152,7 @@ def test_a_query_has_the_same_bits_in_a_prompt_in_a_chunk_and_alone(name: str, m
             assert torch.equal(part_lse, lse[:, begin:stop])
 
 
+@pytest.mark.slow
 def test_groups_at_other_positions_change_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """The guard of the tree: what it is compared with would be noticed."""
     monkeypatch.setattr(InterpreterBuilder, "create_dot", dot_in_one_order)
@@ -173,6 +175,7 @@ def test_rows_behind_the_last_sequence_are_cleared_and_empty_sequences_are_passe
     assert (lse[:, 5:] == -torch.inf).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("apart", [False, True], ids=["whole", "apart"])
 def test_sequences_of_more_queries_are_left_to_another_kernel(apart: bool) -> None:
     problem = Problem(Case())

@@ -228,6 +228,7 @@ def test_the_dtype_is_that_of_the_hidden_states() -> None:
 # graphs
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_experts_are_one_node_of_a_graph() -> None:
     one_layer = {"num_hidden_layers": 1, "layer_types": ["full_attention"]}

@@ -150,6 +150,7 @@ def test_queries_that_are_scaled_by_position_keep_the_layers_own_code(make_engin
     assert [c.token_ids for c in engine.generate(asked, GREEDY)] == expected(SCALED_QUERIES, asked)
 
 
+@pytest.mark.slow
 def test_nothing_is_lost_in_random_traffic(make_engine) -> None:
     engine = make_engine(model=LATENT[-1].build(), num_pages=48, max_model_len=128, max_num_batched_tokens=48, max_num_seqs=12)
     assert latent_layers(engine)

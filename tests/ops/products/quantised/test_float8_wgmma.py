@@ -69,6 +69,7 @@ def test_ranges_of_columns_are_summed() -> None:
     assert_matches_reference(y, exact, exact.to(BF16))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("m", "n"), each_nth(4, [(128, 28672), (64, 28672), (16, 28672), (128, 4096), (16, 4096), (64, 4096)]))
 def test_machine_code(m: int, n: int) -> None:
     """Tensor cores multiply float8, no product waits for another one, and as many programs fit as the tiles are chosen for."""

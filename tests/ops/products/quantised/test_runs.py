@@ -22,6 +22,7 @@ def every_float8() -> QuantizedWeight:
     return QuantizedWeight(bits.view(torch.float8_e4m3fn), torch.full((ROWS, 2), 0.5), 128, 256)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("values", ["int4", "float8"])
 def test_columns_are_multiplied_with_their_inputs(values: str, dtype: torch.dtype) -> None:
