@@ -30,8 +30,8 @@ try:
 except ImportError as error:
     sys.exit(f"fa-serve: the command line needs the server extra, pip install '.[server]' in a clone: {error}")
 
-DEFAULT_CONCURRENCY = 32  # of bench, without a rate
-GPU_FILES = ("/dev/nvidiactl", "/dev/kfd")  # of the drivers of NVIDIA and AMD
+DEFAULT_CONCURRENCY = 32  # concurrent requests in `bench` without --rate
+GPU_FILES = ("/dev/nvidiactl", "/dev/kfd")  # device files of the drivers of NVIDIA and AMD
 
 app = typer.Typer(
     name="fa-serve",
@@ -139,14 +139,14 @@ def ray(
 def _run_server(
     flags: dict[str, Any], config: Path | None, prepare: Callable[[Settings], Callable[..., Any]] | None = None
 ) -> None:
-    """Serve until a signal comes. prepare: returns the function that makes the engine; without it, that is `AsyncEngine`"""
+    """Serve until a signal arrives. prepare: returns the function that makes the engine; without it, `AsyncEngine` does"""
     from fa_serve.engine.process.engine_process import drop_process, start_ahead
 
     def end(number: int, _: object) -> None:
         drop_process()
         os._exit(128 + number)
 
-    # the first process of a container has no default action for signals, so until the server handles them, this does
+    # the first process of a container has no default action for signals: this handler acts until the server handles them
     signal.signal(signal.SIGTERM, end)
     if hasattr(signal, "SIGHUP"):
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # neither a closed terminal nor `kill -HUP` ends the service
@@ -187,7 +187,7 @@ def _run_server(
 
 def _has_process(settings: Settings) -> bool:
     """Whether the engine will run in a separate process, as far as that can be told before PyTorch is imported."""
-    if os.environ.get("RANK", "0") != "0":  # of torchrun, which starts the processes of the other ranks itself
+    if os.environ.get("RANK", "0") != "0":  # set by torchrun, which starts the processes of the other ranks itself
         return False
     if settings.process is not None:
         return bool(settings.process)
@@ -235,7 +235,7 @@ def warm(
 
 
 def _check_client(url: str) -> None:
-    """End the command for an address that is none, and for a variable of the environment that nobody reads."""
+    """End the command if the address is not a URL, or if an environment variable FA_SERVE_* is unknown."""
     _check_environment()
     if not url.startswith(("http://", "https://")):
         _fail(f"--url must begin with http:// or https://, got {url}", code=2)

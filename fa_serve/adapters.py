@@ -1,4 +1,4 @@
-"""What the adapters to other engines share: they rely on interfaces that change between releases, and they bound lengths.
+"""Helpers of the adapters to other engines: a check of interfaces, which change between releases, and rounding of lengths.
 
     missing(installed(MODULES, REQUIRED), REQUIRED)      # [] or what the installed release lacks
 
@@ -20,7 +20,7 @@ Signatures = Mapping[str, frozenset[str]]
 
 
 def missing(signatures: Signatures, required: Signatures) -> list[str]:
-    """What `required` names and `signatures` lack, such as "AttentionImpl.forward(output)"."""
+    """The names in `required` that `signatures` lack, such as "AttentionImpl.forward(output)"."""
     absent = []
     for name, needed in required.items():
         lacks = sorted(needed - signatures.get(name, frozenset()))

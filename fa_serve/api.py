@@ -18,29 +18,29 @@ Conventions shared by all:
   (ALiBi, Press et al. 2022, arXiv:2108.12409).
 - `block_mask` makes the call block-sparse: each block of queries attends to the key blocks of a list, and a kernel reads no
   other keys. It is a `fa_serve.BlockLists`, a `BlockMask` of FlexAttention, its four tensors for blocks of 128, or a
-  mask_mod(b, h, q_idx, kv_idx). `causal` and `window_size` apply to the blocks of the lists. A mask_mod is evaluated at the
-  first call, for which the host waits, and again when what it reads has changed (see `index_functions`).
-- `precision`: "bf16" computes in q's dtype. NVIDIA GPUs of compute capability 8.9 or newer also have "qk8", which rounds q and
-  k to float8 before q k^T, and "fp8", which rounds the probabilities and v as well (see `backends.triton.float8_inputs`), for
-  calls without gradients, block_mask, mask and attention_chunk, with head sizes of 64, 128 and ("qk8") 256. Calls of up to
-  FEW_QUERIES queries behind more keys are limited by memory, not by products: they keep q's dtype, and so do the sequences of a
+  mask_mod(b, h, q_idx, kv_idx). `causal` and `window_size` hide further keys of the listed blocks. A mask_mod is evaluated at
+  the first call, and again when something that it reads has changed (see `index_functions`). The host waits for the result.
+- `precision`: "bf16" computes in q's dtype, "qk8" rounds q and k to float8 before q k^T, and "fp8" rounds the probabilities and
+  v as well (see `backends.triton.float8_inputs`). Float8 needs an NVIDIA GPU of compute capability 8.9 or newer, a head size of
+  64, 128 or (only "qk8") 256, and a call without gradients, block_mask, mask and attention_chunk. A call with up to FEW_QUERIES
+  queries and more keys than that is limited by memory, not by products, so it keeps q's dtype, and so do the sequences of a
   paged batch that decode. A paged call also keeps it if copies of its keys would take more than MAX_COPY_BYTES (see
   `backends.float8_copies`). The reference computes exactly at every precision.
 - `deterministic=True`: equal calls have gradients that are equal in every bit, as under
-  `torch.use_deterministic_algorithms(True)`. The Hopper kernels add to the gradient of q in any order, so the portable kernels
-  compute it then. The forward pass is deterministic in any case.
-- A float `mask` whose numbers of a row are all below -2.4e38, such as -inf or finfo(bfloat16).min, hides all keys from this row
-  in the kernels. PyTorch's operators and the reference say so of -inf alone: the least finite numbers give the mean of the
-  values there, as in eager attention.
+  `torch.use_deterministic_algorithms(True)`. The Hopper kernels add to the gradient of q in no fixed order, so with this option
+  the portable kernels compute the gradients. The forward pass is always deterministic.
+- If all numbers in a row of a float `mask` are below -2.4e38, such as -inf or finfo(bfloat16).min, the kernels hide all keys
+  from this row. PyTorch's operators and the reference hide all keys only if all numbers are -inf: for a row of the lowest
+  finite numbers they return the mean of the values, as eager attention does.
 - `sinks` (num_heads,): one more logit per head in the denominator of the softmax, without a value.
 - `lse`: float32, the natural logarithm of the softmax denominator including the sink (float64 from the reference for float64
   input). A row that sees no key returns 0, and its lse is -inf (with sinks, its lse is the sink).
-- Packed rows from cu_seqlens_q[-1] on belong to no sequence. With every backend their out is 0, their lse is -inf, also with
-  sinks, and their gradients are 0, as are those of keys from cu_seqlens_k[-1] on. What such rows hold is not read.
+- Packed rows from cu_seqlens_q[-1] on belong to no sequence. With every backend their out is 0, their lse is -inf (even with
+  sinks) and their gradients are 0; the gradients of keys from cu_seqlens_k[-1] on are 0, too. Their contents do not matter.
 - The host never reads index tensors on a GPU (`cu_seqlens_*`, `seqused_k`, `block_table`, ...) unless FA_SERVE_CHECK=1 asks for
   it; the caller guarantees their values. On a CPU they are checked (see `value_checks`). `max_seqlen_*` are host integers and
   upper bounds.
-- Calls that look alike are decided once (see `launching.plans`): checks, the backend and its tiles are kept in a plan.
+- Calls that look alike are checked once. A plan keeps the chosen backend and its tiles for them (see `launching.plans`).
 - While a caller is compiled, exported or traced, a call is recorded as one operator of PyTorch (see `operators`).
 
 Algorithm: FlashAttention-2 (Dao 2023, arXiv:2307.08691), FlashAttention-3 on Hopper (Shah et al. 2024, arXiv:2407.08608),
@@ -139,21 +139,21 @@ def attention(
     k:    (batch, seqlen_k, num_kv_heads, head_dim); num_heads is a multiple of num_kv_heads (GQA, MQA)
     v:    (batch, seqlen_k, num_kv_heads, head_dim_v)
     mask: broadcastable to (batch, num_heads, seqlen_q, seqlen_k); bool keeps where True, float is added to the scores
-          after softcap. It applies in addition to `causal` and `window_size` (see above for the least numbers)
-    causal: the last query sees up to the last key, each query before it one key less
+          after softcap. It applies in addition to `causal` and `window_size` (see above for rows of very low numbers)
+    causal: the last query sees up to the last key, each query before it one key fewer
     softmax_scale: factor of the scores; None is head_dim ** -0.5
     window_size: how many keys (before, after) its own position a query sees; -1 is no limit
-    softcap: softcap * tanh(score / softcap) takes the place of a score; 0.0 is off
-    attention_chunk: length of chunks of keys, of which a query sees its own only (Llama 4); 0 is off
+    softcap: replaces each score by softcap * tanh(score / softcap); 0.0 is off
+    attention_chunk: cuts the keys into chunks of this length; a query sees only its own chunk (Llama 4); 0 is off
     alibi_slopes: (num_heads,) or (batch, num_heads), float32; -slope * distance is added to the scores
     sinks: (num_heads,); one more logit in the denominator of each head, without a value
-    block_mask: key blocks of each query block (see above); it excludes `mask`
-    score_mod: FlexAttention's score_mod(score, b, h, q_idx, kv_idx), if the options above can say the same; it excludes `mask`,
-               `softcap` and `alibi_slopes` (see `score_mods`)
+    block_mask: key blocks of each query block (see above); it cannot be combined with `mask`
+    score_mod: FlexAttention's score_mod(score, b, h, q_idx, kv_idx), if the options above can express it; it cannot be combined
+               with `mask`, `softcap` and `alibi_slopes` (see `score_mods`)
     precision: "bf16", or products in float8: "qk8", "fp8" (see above)
-    deterministic: gradients that repeat in every bit
+    deterministic: equal calls have gradients that are equal in every bit
     return_lse: return (out, lse)
-    backend: "auto", or the name of a backend, which never falls back to another
+    backend: "auto", or the name of the only backend that may serve the call
     out:  (batch, seqlen_q, num_heads, head_dim_v), written in place and returned
     Returns out, or (out, lse) with lse (batch, num_heads, seqlen_q). Raises ValueError or TypeError that names the argument,
     and UnsupportedError with every reason when no backend can serve the call.
@@ -215,18 +215,18 @@ def attention_varlen(
     cu_seqlens_q: (batch + 1,), int32, on q's device: sequence b is rows cu_seqlens_q[b] to cu_seqlens_q[b + 1]; empty allowed
     cu_seqlens_k: the same for the rows of k and v
     max_seqlen_*: upper bounds of the lengths, host integers
-    causal: the last query sees up to the last key, each query before it one key less
+    causal: the last query sees up to the last key, each query before it one key fewer
     softmax_scale: factor of the scores; None is head_dim ** -0.5
     window_size: how many keys (before, after) its own position a query sees; -1 is no limit
-    softcap: softcap * tanh(score / softcap) takes the place of a score; 0.0 is off
-    attention_chunk: length of chunks of keys, of which a query sees its own only (Llama 4); 0 is off
+    softcap: replaces each score by softcap * tanh(score / softcap); 0.0 is off
+    attention_chunk: cuts the keys into chunks of this length; a query sees only its own chunk (Llama 4); 0 is off
     alibi_slopes: (num_heads,) or (batch, num_heads), float32; -slope * distance is added to the scores
     sinks: (num_heads,); one more logit in the denominator of each head, without a value
     block_mask:   see above; blocks are counted from the beginning of each sequence
     precision: "bf16", or products in float8: "qk8", "fp8" (see above)
-    deterministic: gradients that repeat in every bit
+    deterministic: equal calls have gradients that are equal in every bit
     return_lse: return (out, lse)
-    backend: "auto", or the name of a backend, which never falls back to another
+    backend: "auto", or the name of the only backend that may serve the call
     out:          (total_q, num_heads, head_dim_v), written in place and returned
     Returns out (total_q, num_heads, head_dim_v), or (out, lse) with lse (num_heads, total_q).
     """
@@ -292,10 +292,11 @@ def attention_paged(
                   v_cache = k_cache[..., :head_dim_v], as in latent attention (MLA), a kernel reads each key once
     block_table:  (batch, max_pages), int32: the pages of each sequence in order; entries past seqused_k are never read
     seqused_k:    (batch,), int32: keys in the cache, including the keys of this call's queries
-    max_seqlen_*: upper bounds of the lengths, host integers; that of the keys is max_pages * page_size by default
-    k_descale:    (num_kv_heads,), float32: what a stored key is multiplied by (float8 caches only); v_descale likewise
-    num_splits:   0 lets a heuristic on host-known shapes choose, 1 none, n > 1 exactly n parts of each sequence's keys; -1
-                  groups of keys at fixed positions, folded in order, so that the bits of a query depend on its keys alone
+    max_seqlen_*: upper bounds of the lengths, host integers; max_seqlen_k defaults to max_pages * page_size
+    k_descale:    (num_kv_heads,), float32: the factor of stored keys (float8 caches only); v_descale: the same for values
+    num_splits:   0 lets a heuristic choose from the shapes that the host knows; 1 does not split; n > 1 cuts each sequence's
+                  keys into n parts, or fewer if it has fewer key blocks; -1 cuts them into groups at fixed positions, which are
+                  folded in order, so that the bits of a query's output depend only on its keys
     block_mask:   see above; blocks count from a sequence's first query in this call and its first key, whatever the page size
     causal, softmax_scale, window_size, softcap, attention_chunk, alibi_slopes, sinks, precision, return_lse, backend: as in
                   `attention`
@@ -351,7 +352,7 @@ def store_kv(
     k_cache:      (num_pages, page_size, num_kv_heads, head_dim); v_cache has the same layout. A float8_e4m3fn
                   cache stores k / k_descale, saturated at +-448
     slot_mapping: (total,), int64: page * page_size + position in the page; -1 skips the token
-    k_descale, v_descale: (num_kv_heads,), float32; of float8 caches only
+    k_descale, v_descale: (num_kv_heads,), float32; only for float8 caches
     backend:      "auto", or the name of a backend
 
     The caches may be two parts of one tensor, such as cache[..., :512] and cache[..., 512:].
@@ -385,7 +386,7 @@ def _run_block_sparse(
 def _with_score_mod(
     tensors: AttentionTensors, block_mask: Any, score_mod: Callable[..., Any], options: CallOptions
 ) -> tuple[AttentionTensors, Any, CallOptions]:
-    """A dense call with the options that a score_mod stands for, and its block_mask unless they include it."""
+    """Translate a score_mod -> tensors, block_mask (None if the mask includes it) and options of an equal dense call."""
     given = {"mask": tensors.mask, "alibi_slopes": tensors.alibi_slopes, "softcap": options.softcap or None}
     for name, value in given.items():
         if value is not None:
@@ -405,7 +406,7 @@ def _with_score_mod(
 
 
 def _sizes_of(tensors: AttentionTensors, max_seqlen_q: int | None, max_seqlen_k: int | None) -> CallSizes:
-    """What a mask_mod is evaluated for. The lengths of a dense call are None; so may be that of the keys in a cache."""
+    """The sizes for which a mask_mod is evaluated. Dense calls pass no lengths, and paged calls may pass no max_seqlen_k."""
     q = tensors.q
     k = tensors.k
     if tensors.cu_seqlens_q is None or max_seqlen_q is None:
@@ -416,7 +417,7 @@ def _sizes_of(tensors: AttentionTensors, max_seqlen_q: int | None, max_seqlen_k:
 
 
 def _node(tensors: AttentionTensors | StoreTensors, name: str) -> Any:
-    """What takes a call that PyTorch records or transforms, where it is one node; None for an eager call."""
+    """The function that runs a call as one node, if PyTorch records or transforms it; None for an eager call."""
     if is_eager():
         return None
     if is_traced(*tensors[:3]):

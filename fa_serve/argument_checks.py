@@ -2,8 +2,8 @@
 
 Every function raises ValueError or TypeError with the name of the argument, the rule and the value that was given. Plans
 remember that calls of one kind have passed, so these functions run once for each kind of call. `check_types` runs only when a
-call has failed, because every value of a wrong type fails soon. This module leaves out the options (`backends.calls`), what a
-backend can serve, which its `supports` says, and the values in index tensors (`value_checks`).
+call has failed, because a value of a wrong type always makes the call fail. This module leaves out the options
+(`backends.calls`), what a backend can serve (its `supports`), and the values in index tensors (`value_checks`).
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from fa_serve.spec import Layout, ParameterError, Precision, dtype_name
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 ARGUMENT_ERRORS = (TypeError, AttributeError, ValueError)
-"""What a call raises whose argument has a wrong type."""
+"""The errors that a call raises if an argument has a wrong type."""
 _TENSORS = frozenset(
     ["q", "k", "v", "k_cache", "v_cache", "cu_seqlens_q", "cu_seqlens_k", "block_table", "seqused_k", "slot_mapping"]
 )
 _OPTIONAL = ("a torch.Tensor or None", Tensor | None)
-_LENGTH = ("a non-negative int on the host", Hashable)  # what has a hash reaches `check_lengths`
+_LENGTH = ("a non-negative int on the host", Hashable)  # `check_lengths` checks every value that has a hash
 _BY_KIND: dict[Any, tuple[str, Any]] = {
     int: ("an int", Hashable),
     float: ("a number", Real | Tensor),
@@ -197,7 +197,7 @@ def check_cache(k_cache: Tensor, v_cache: Tensor) -> None:
 
 
 def check_descale(k_cache: Tensor, k_descale: Tensor | None, v_descale: Tensor | None) -> None:
-    """A float8 cache comes with float32 (num_kv_heads,) descales, any other cache without."""
+    """A float8 cache has float32 (num_kv_heads,) descales, and any other cache has none."""
     if k_cache.dtype != torch.float8_e4m3fn:
         if k_descale is not None or v_descale is not None:
             name = "v_descale" if k_descale is None else "k_descale"
@@ -256,7 +256,7 @@ def check_store(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_map
 
 
 def _check_written(name: str, x: Tensor) -> None:
-    """A tensor that a call writes has memory for each of its elements, so that no two results meet."""
+    """A tensor that a call writes has memory for each of its elements, so that no two results go to the same address."""
     if any(stride == 0 and size > 1 for size, stride in zip(x.shape, x.stride(), strict=True)):
         rule = f"{name} must have memory for each element, because the call writes it"
         raise ValueError(f"{rule}, got {_shown(x)} with strides {x.stride()}: do not expand it, or pass its clone()")
@@ -271,7 +271,7 @@ def _divides(num_heads: int, num_kv_heads: int) -> bool:
 
 
 def _shown_type(value: Any) -> str:
-    """What a value of a wrong type is, and how it becomes a tensor if it can."""
+    """A value of a wrong type as messages show it, and how to make a tensor of it if that is possible."""
     if value is None or isinstance(value, str | int | float):
         return repr(value)
     kind = type(value)

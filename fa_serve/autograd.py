@@ -1,13 +1,13 @@
-"""Gradients of attention: the kernels of a backend's forward pass with the op "backward" behind them.
+"""Gradients of attention: a node of autograd that runs a backend's forward kernels, and the op "backward" for the gradients.
 
     run = plan_differentiable(backend, spec, tensors, options)
     out, lse = run(tensors)           # out.backward() computes the gradients of q, k, v, and of sinks and a float mask
 
 `dispatch` plans a call this way if it needs gradients and its backend is not differentiable by itself. The forward pass
-keeps out and lse; nothing as large as the scores is kept or formed. `attention_gradients` is the backward pass of tensors
-alone, which PyTorch's custom operators need (see `operators`). `differentiable_call` is what `transforms` makes of a call under
-`torch.func.grad` and its siblings, with a rule for `vmap`. Left out: the paged cache, whose backends refuse gradients, and what
-is refused in a sentence: second derivatives, and derivatives in forward mode.
+keeps out and lse; nothing as large as the scores is kept or formed. `attention_gradients` is the backward pass as a function of
+tensors, which PyTorch's custom operators need (see `operators`). `transforms` uses `differentiable_call` for calls under
+`torch.func.grad` and its siblings; it has a rule for `vmap`. Left out: the paged cache, whose backends refuse gradients, and
+second derivatives and derivatives in forward mode, which are refused with an error.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _DIFFERENTIATING = (torch._C._functorch.TransformType.Grad, torch._C._functorch.
 
 
 def are_differentiated() -> bool:
-    """Whether a transform of `torch.func` is active that differentiates."""
+    """Whether a transform of `torch.func` that differentiates is active."""
     if not torch._C._are_functorch_transforms_active():
         return False
     return any(level.key() in _DIFFERENTIATING for level in torch._C._functorch.get_interpreter_stack() or ())
@@ -60,10 +60,10 @@ class Call(NamedTuple):
     """A call of attention as autograd sees it, without its tensors.
 
     run:     maps `AttentionTensors` to (out, lse)
-    spec:    of its backward pass, whose op is "backward"; None if kernels have none
-    options: of its backward pass
-    folds:   more sequences of a dense batch are the same call
-    block_size: of the lists of a block-sparse call
+    spec:    spec of its backward pass, with the op "backward"; None if kernels have no backward pass for it
+    options: options of its backward pass
+    folds:   whether the samples of a vmap may be computed in one call, as further sequences of the dense batch
+    block_size: block size of the lists of a block-sparse call
     """
 
     run: Callable[[AttentionTensors], tuple[Tensor, Tensor | None]]
@@ -119,7 +119,7 @@ def _run(call: Call, tensors: AttentionTensors) -> tuple[Tensor, Tensor | None]:
 def differentiable_call(call: Call, tensors: AttentionTensors) -> tuple[Tensor, Tensor]:
     """Run a call whose tensors a transform of `torch.func` has wrapped, or that carry tangents.
 
-    `call.run` gets the tensors inside, of one or more samples. It may be asked again for other shapes.
+    `call.run` gets the unwrapped tensors, of one or more samples. It may be called again with other shapes.
     """
     lists: tuple[Tensor | None, ...] = ()
     if tensors.blocks is not None:
@@ -130,7 +130,7 @@ def differentiable_call(call: Call, tensors: AttentionTensors) -> tuple[Tensor, 
 
 
 def _unpacked(call: Call, given: tuple[Any, ...]) -> AttentionTensors:
-    """The tensors of `_Attention`: those of a planned call, or all of a call under a transform."""
+    """The tensors given to `_Attention`: the first seven for a planned call, all of them for a call under a transform."""
     tensors = AttentionTensors(*given[:7])
     if len(given) > 7:
         block_table, k_descale, v_descale, alibi_slopes, *lists = given[7:]
@@ -222,7 +222,7 @@ class _Attention(torch.autograd.Function):
 
 
 def _folded_mask(mask: Any, dim: int | None, size: int, sequences: int) -> Any:
-    """The mask of a folded batch: as it is if it is the same for all sequences of all samples, else one for each of them."""
+    """The mask of a folded batch: unchanged if all sequences of all samples share it, otherwise one mask for each of them."""
     if mask is None or (dim is None and mask.shape[0] == 1):
         return mask
     mask = mask.expand(size, *mask.shape) if dim is None else mask.movedim(dim, 0)
@@ -230,7 +230,7 @@ def _folded_mask(mask: Any, dim: int | None, size: int, sequences: int) -> Any:
 
 
 def _differentiated_gradients(call: Call, tensors: BackwardTensors) -> Gradients:
-    """`attention_gradients` where autograd or a transform may look at them."""
+    """`attention_gradients` as one node, for when autograd or a transform may differentiate the gradients."""
     wanted = (tensors.needs_dsinks, tensors.needs_dmask)
     found = _AttentionGradients.apply((call, wanted), *tensors[:11], tensors.alibi_slopes)  # type: ignore[no-untyped-call]
     dq, dk, dv, *rest = found
@@ -239,7 +239,7 @@ def _differentiated_gradients(call: Call, tensors: BackwardTensors) -> Gradients
 
 
 class _AttentionGradients(torch.autograd.Function):
-    """The backward pass of one call as a node that refuses to be differentiated. Its results are the gradients asked for."""
+    """The backward pass of one call as a node that refuses to be differentiated. Its results are the requested gradients."""
 
     @staticmethod
     def forward(asked: tuple[Call, tuple[bool, bool]], *given: Any) -> tuple[Tensor, ...]:

@@ -7,9 +7,9 @@
 
 `as_block_lists` reads the argument `block_mask` of the public functions: a `BlockLists`, a `BlockMask` of FlexAttention, its
 four tensors, or a mask_mod. The form is FlexAttention's, so its masks need no conversion. Kernels are compiled ahead of the
-call and cannot include a function, so a `mask_mod` becomes the bits of partial blocks. What was made of a function is kept
-while it lives. This module leaves out which blocks are worth keeping, which is the caller's choice (examples/sparse_prefill.py
-shows one).
+call and cannot include a function, so a `mask_mod` becomes the bits of partial blocks. The lists of a function are kept for as
+long as the function lives. This module leaves out which blocks are worth keeping: that is the caller's choice
+(examples/sparse_prefill.py shows one).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _NO_CAPTURE = (
 
 
 class CallSizes(NamedTuple):
-    """What a mask_mod is evaluated for: sequences, query heads, and the most queries and keys of a sequence."""
+    """The sizes for which a mask_mod is evaluated: sequences, query heads, and the most queries and keys of a sequence."""
 
     batch: int
     heads: int
@@ -56,10 +56,10 @@ class CallSizes(NamedTuple):
 
 
 class BlockLists(NamedTuple):
-    """The key blocks of each block of queries. Query block i holds the queries i * block_size[0] and following of a sequence in
-    this call, key block j the keys j * block_size[1] and following of the sequence.
+    """The key blocks of each block of queries. Query block i begins at query i * block_size[0] of a sequence in this call, key
+    block j at key j * block_size[1] of the sequence.
 
-    kv_num_blocks:      (1 or batch, heads, query blocks), int32: how many blocks of the list are partial
+    kv_num_blocks:      (1 or batch, heads, query blocks), int32: how many partial key blocks a query block has
     kv_indices:         (1 or batch, heads, query blocks, width), int32: the partial key blocks, each at most once. Entries past
                         the number are not read
     full_kv_num_blocks, full_kv_indices: the same for full blocks, to which `partial_bits` does not apply; or None
@@ -90,15 +90,15 @@ class BlockLists(NamedTuple):
 
     @classmethod
     def from_chosen_blocks(cls, chosen: Tensor, size: int, seqlen_k: int, mask: Tensor | None = None) -> BlockLists:
-        """The lists of queries that have each chosen blocks of `size` keys, a block for all that some query in it has chosen.
+        """The lists for queries that each chose blocks of `size` keys. A list has all keys that one of its queries chose.
 
-        chosen: (batch, heads, seqlen_q, n), int64: numbers of blocks, in any order; below 0 is none
-        mask:   bool, broadcastable to (batch, heads, seqlen_q, seqlen_k): which keys a query sees of those; or None
-        Bits take an eighth of a byte for each query, key and head. Nothing waits for the device.
+        chosen: (batch, heads, seqlen_q, n), int64: numbers of blocks, in any order; a number below 0 is no block
+        mask:   bool, broadcastable to (batch, heads, seqlen_q, seqlen_k): which chosen keys a query sees; or None for all
+        The bits take an eighth of a byte for each query, key and head. The host does not wait for the device.
         """
         rows, keys = cls._field_defaults["block_size"]
         count = -(-seqlen_k // size)
-        # what is no block, and blocks past the end, are noted behind the last one
+        # numbers below 0 and blocks past the end go to an extra place after the last block
         places = torch.where(chosen < 0, count, chosen).clamp(max=count)
         kept = torch.zeros(*chosen.shape[:3], count + 1, dtype=torch.bool, device=chosen.device).scatter_(3, places, True)
         words = _words_of(kept[..., :count], size)[..., : -(-seqlen_k // WORD)]
@@ -115,7 +115,7 @@ class BlockLists(NamedTuple):
         """A `BlockMask` of FlexAttention with its `mask_mod` evaluated in every partial block.
 
         The host waits for the device once, to read the largest number of partial blocks, and each partial block takes 2 kB at
-        128 x 128. Build it once for each mask, and not at each call. Blocks of sizes other than 64 and 128 become those of 128.
+        128 x 128. Build it once for each mask, and not at each call. Block sizes other than 64 and 128 become 128.
         """
         lists = _lists_of(block_mask)
         if any(size not in BLOCK_SIZES for size in lists.block_size):
@@ -131,7 +131,7 @@ class BlockLists(NamedTuple):
         evaluate = over_blocks(block_mask.mask_mod)
         for some in torch.split(entries, _EVALUATED_TOGETHER):
             batch, head, block, place = some.unbind(1)
-            # indices past the end would read past the end of tensors that mask_mod reads; no query or key is there
+            # with indices past the end, mask_mod would read past the end of its tensors; no query or key is there
             i = (block[:, None] * rows + torch.arange(rows, device=bits.device)).clamp(max=last_query)
             first = lists.kv_indices[batch, head, block, place].long() * keys
             j = (first[:, None] + torch.arange(keys, device=bits.device)).clamp(max=last_key)
@@ -152,8 +152,8 @@ class BlockLists(NamedTuple):
     ) -> BlockLists:
         """The lists of a mask_mod(b, h, q_idx, kv_idx) of FlexAttention, which is evaluated once for each query and key.
 
-        batch, heads: sequences and query heads. Lists are shared by those that mask_mod does not tell apart
-        Rows of blocks are evaluated one after the other, so that no mask of all elements is held, and the host waits for the
+        batch, heads: numbers of sequences and query heads. If mask_mod does not read b (or h), sequences (or heads) share lists
+        Rows of blocks are evaluated one after the other, so that the whole mask is never in memory. The host waits for the
         device. Raises UnsupportedError for a function that `torch.vmap` cannot evaluate.
         """
         rows, keys = block_size
@@ -168,7 +168,7 @@ class BlockLists(NamedTuple):
         parts = []
         for first in range(0, query_blocks, at_once):
             last = min(first + at_once, query_blocks)
-            # indices past the end repeat the last one, which neither shows nor hides more of a block
+            # indices past the end repeat the last index, so they do not change which blocks are full or empty
             i = torch.arange(first * rows, last * rows, device=device).clamp(max=seqlen_q - 1)
             keep = over_grid(mask_mod)(b, h, i, j).bool()
             parts.append(_BlockRows.of(keep.reshape(len(b), len(h), last - first, rows, key_blocks, keys).transpose(3, 4)))
@@ -176,7 +176,7 @@ class BlockLists(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """In the order in which kernels and operators take them."""
+        """The tensors, in the order in which kernels and operators take them."""
         return (
             self.kv_num_blocks,
             self.kv_indices,
@@ -206,7 +206,7 @@ class BlockLists(NamedTuple):
         return some.expanded(last - skipped * rows, seqlen_k, num_heads)[:, :, first - skipped * rows :]
 
     def expanded(self, seqlen_q: int, seqlen_k: int, num_heads: int) -> Tensor:
-        """bool (1 or batch, 1 or num_heads, seqlen_q, seqlen_k): the keys that the lists and the bits leave to each query."""
+        """bool (1 or batch, 1 or num_heads, seqlen_q, seqlen_k): the keys that each query sees by the lists and the bits."""
         rows, keys = self.block_size
         blocks = (-(-seqlen_q // rows), -(-seqlen_k // keys))
         keep = _expanded(self.kv_num_blocks, self.kv_indices, self.partial_bits, blocks, self.block_size)
@@ -218,7 +218,7 @@ class BlockLists(NamedTuple):
 
 
 def expand_once(lists: BlockLists, seqlen_q: int, seqlen_k: int, num_heads: int) -> Tensor:
-    """`lists.expanded`, computed once for all layers that have these lists. A CUDA graph computes it at each replay."""
+    """`lists.expanded`, computed once for all layers that use these lists. A CUDA graph computes it at each replay."""
     version = version_of(lists)
     device = lists.kv_num_blocks.device
     if version is None or is_capturing(device):
@@ -232,9 +232,9 @@ def expand_once(lists: BlockLists, seqlen_q: int, seqlen_k: int, num_heads: int)
 
 
 def version_of(lists: BlockLists) -> Hashable | None:
-    """A key of lists, which changes if one of them is changed in place, and holds as long as the tensors live.
+    """A key of the lists, which changes if one of their tensors is changed in place, and is valid while the tensors live.
 
-    None if one was made in `torch.inference_mode`: such a tensor has no version.
+    None if a tensor was made in `torch.inference_mode`: such a tensor has no version.
     """
     if any(x is not None and x.is_inference() for x in lists.tensors):
         return None
@@ -242,15 +242,15 @@ def version_of(lists: BlockLists) -> Hashable | None:
 
 
 _EXPANDED: KeptValues[tuple[Tensor, tuple[Tensor | None, ...]]] = KeptValues(room=2)
-"""The masks of lists that were expanded last, and the other tensors of the lists, whose numbers are in the keys."""
+"""The masks of the lists that were expanded last, and the lists' other tensors. The keys have their ids, so they stay alive."""
 
 
 def as_block_lists(block_mask: Any, sizes: CallSizes, *, traced: bool = False) -> BlockLists:
-    """What the argument `block_mask` says of a call of these sizes.
+    """The lists that the argument `block_mask` means in a call of these sizes.
 
     traced: PyTorch records the call, so no function can be evaluated
-    Raises ParameterError for another type, for a function in a traced call, and for one that was not evaluated before a CUDA
-    graph captures the call.
+    Raises ParameterError for another type, for a function in a traced call, and for a function that was not evaluated before a
+    CUDA graph captures the call.
     """
     if isinstance(block_mask, BlockLists):
         return block_mask
@@ -272,7 +272,7 @@ def as_block_lists(block_mask: Any, sizes: CallSizes, *, traced: bool = False) -
 
 
 def _evaluated_once(block_mask: Any, mask_mod: Any, sizes: CallSizes, lists: BlockLists | None) -> BlockLists:
-    """What a function becomes, alone or with the lists of its BlockMask, evaluated again if what it is made of has changed."""
+    """The lists of a mask_mod, or of a BlockMask with one. It is evaluated again if something that it reads has changed."""
     device = sizes.device if lists is None else lists.kv_indices.device
     key, tensors = _made_of(block_mask, mask_mod, sizes, lists)
     found = None if key is None else _EVALUATED.find(block_mask, key, device)
@@ -280,7 +280,7 @@ def _evaluated_once(block_mask: Any, mask_mod: Any, sizes: CallSizes, lists: Blo
         return found[0]
     if is_capturing(device):
         raise ParameterError("block_mask", _NO_CAPTURE, mask_mod)
-    # the next call may be differentiated, and a later one sees by their versions that nothing has changed
+    # outside of inference mode, because the next call may need gradients, and later calls compare the versions of these tensors
     with torch.inference_mode(False), torch.no_grad():
         if lists is None:
             *shape, _ = sizes
@@ -295,7 +295,7 @@ def _evaluated_once(block_mask: Any, mask_mod: Any, sizes: CallSizes, lists: Blo
 def _made_of(
     block_mask: Any, mask_mod: Any, sizes: CallSizes, lists: BlockLists | None
 ) -> tuple[Hashable | None, tuple[Tensor | None, ...]]:
-    """A key of all that decides about the lists, None if that is not known, and the tensors whose numbers are in it."""
+    """-> a key of everything that the lists depend on, None if that is not known, and the tensors whose ids are in the key."""
     read = what_is_read(mask_mod)
     if read is None:
         return None, ()
@@ -308,7 +308,7 @@ def _made_of(
 
 
 _EVALUATED: StreamValues[tuple[BlockLists, tuple[Tensor | None, ...]]] = StreamValues(room=8)
-"""The lists of masks and functions, and the tensors that were read, whose numbers belong to no others while they are here."""
+"""The lists of masks and functions, and the tensors that were read: while they are kept, no other tensors have their ids."""
 
 
 def _seen_by(lists: BlockLists, block_mask: Any) -> IndexFunction:
@@ -371,7 +371,7 @@ def pack_bits(keep: Tensor) -> Tensor:
     """bool (..., keys) -> int32 (..., keys // 32), as `BlockLists.partial_bits` has them."""
     keep = keep.contiguous()
     eights = (keep.clone() if keep.storage_offset() % 8 else keep).view(torch.int64)
-    # byte k, which is 0 or 1, comes to bit 56 + k, and no other product lies there
+    # the product has byte k, which is 0 or 1, at bit 56 + k, and nothing else there
     packed = ((eights * _GATHERS_BYTES) >> 56) & 255
     return packed.to(torch.uint8).view(torch.int32)
 
@@ -402,7 +402,7 @@ def _expanded(
     rows, keys = block_size
     num = num[..., :query_blocks]
     places = torch.arange(indices.shape[-1], device=num.device)
-    # what the list does not have goes to one more block, which is cut off
+    # entries past the end of a list go to an extra block, which is cut off
     nowhere = torch.tensor(key_blocks, device=num.device)
     at = torch.where(places < num[..., None], indices[:, :, :query_blocks].long(), nowhere).clamp(max=key_blocks)
     if bits is None:

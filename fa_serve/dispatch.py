@@ -60,7 +60,7 @@ from fa_serve.value_checks import (
 
 MAX_TOKENS_OF_A_PAGE = 1 << 30
 MAX_TOKENS_OF_A_CACHE = 0x7FFF0000
-"""What the coordinates of the copy engine allow, see `backends.hopper.descriptors.ragged_view`."""
+"""The limits that the coordinates of the copy engine set, see `backends.hopper.descriptors.ragged_view`."""
 Result = tuple[Tensor, Tensor | None]
 """out, and lse if it was asked for."""
 
@@ -72,7 +72,7 @@ def run_dense(tensors: AttentionTensors, options: CallOptions) -> Result:
     v = tensors.v
     sinks = tensors.sinks
     mask = tensors.mask
-    # One query per sequence behind a cache that grows: the calls of all steps look alike.
+    # One query per sequence, and a cache that grows from step to step: the calls of many steps share a plan.
     growing = growing_facts(q, k, v, mask) if q.dim() == 4 and q.shape[1] == 1 and tensors.out is None else None
     key: tuple[Any, ...]
     if growing is None:
@@ -119,7 +119,7 @@ def run_paged(
 def run_block_sparse(
     tensors: AttentionTensors, max_seqlen_q: int | None, max_seqlen_k: int | None, num_splits: int, options: CallOptions
 ) -> Result:
-    """Compute a call of any layout whose tensors have `blocks`. The lengths of a dense call are those of its tensors."""
+    """Compute a call of any layout whose tensors have `blocks`. For a dense call, both lengths are None."""
     blocks = tensors.blocks
     assert blocks is not None
     is_aligned = not (tensors.k.data_ptr() | tensors.v.data_ptr()) & 15
@@ -145,7 +145,7 @@ def run_block_sparse(
 
 
 def _plan_expanded(tensors: AttentionTensors, options: CallOptions) -> Run:
-    """A dense call that needs gradients: its lists become a mask, which kernels differentiate."""
+    """Plan a dense call that needs gradients: its lists become a mask, for which backends compute gradients."""
     check_qkv("dense", tensors.q, tensors.k, tensors.v)
     check_block_lists(tensors.blocks, tensors.q, tensors.k, tensors.q.shape[0], tensors.q.shape[1])
     if tensors.mask is not None:
@@ -169,7 +169,7 @@ def run_store(tensors: StoreTensors, backend: str) -> None:
 
 
 def run_backward(tensors: BackwardTensors, max_seqlen_q: int, max_seqlen_k: int, given: CallOptions) -> Gradients:
-    """The gradients of a call of `fa_serve.attention` or, with cu_seqlens, `fa_serve.attention_varlen`, which was checked."""
+    """Compute the gradients of a checked call of `fa_serve.attention` or, with cu_seqlens, of `fa_serve.attention_varlen`."""
     options = complete_options(given, tensors.q, max_seqlen_q, max_seqlen_k)
     chunk = effective_chunk(given.attention_chunk, options.window_size, max_seqlen_k)
     options = replace(options, return_lse=True, attention_chunk=chunk, precision="bf16")
@@ -202,7 +202,7 @@ def decide_dense(tensors: AttentionTensors, given: CallOptions) -> Decision:
         raise ValueError(f"k must have q's batch size {q.shape[0]}, got {k.shape[0]}")
     check_sinks(tensors.sinks, q)
     options = complete_options(given, q, q.shape[1], k.shape[1])
-    if given.attention_chunk != 0:  # a plan for a cache that grows serves every number of keys with this bit length
+    if given.attention_chunk != 0:  # a plan for a growing cache serves all numbers of keys that have the same bit length
         chunk = effective_chunk(given.attention_chunk, options.window_size, (1 << k.shape[1].bit_length()) - 1)
         options = replace(options, attention_chunk=chunk)
     if mask is not None:
@@ -279,7 +279,7 @@ def _decide_paged(
         raise ValueError(f"max_seqlen_k must be at most max_pages * page_size = {capacity}, got {length}")
     options = replace(complete_options(given, q, max_seqlen_q, length, num_splits), deterministic=False)
     fitting_chunk = effective_chunk(given.attention_chunk, options.window_size, length)
-    if not num_splits:  # with num_splits, nothing depends on the longest sequence of the batch
+    if not num_splits:  # with num_splits, nothing may depend on the longest sequence of the batch
         options = replace(options, attention_chunk=fitting_chunk)
     if not isinstance(num_splits, int) or num_splits < TREE_SPLITS:
         raise ValueError(
@@ -292,8 +292,8 @@ def _decide_paged(
     check_out(tensors.out, q, v_cache)
     unequal = q.shape[0] < batch * max_seqlen_q
     if num_splits == TREE_SPLITS:
-        options = replace(options, precision="bf16")  # the tree has one form, whatever the precision of other calls is
-        # all kernels of the tree compute the same bits, so lengths may choose among them
+        options = replace(options, precision="bf16")  # the tree always computes in q's dtype, whatever the caller asks for
+        # all kernels of the tree compute the same bits, so the lengths may decide which one runs
         spec = _spec("paged", "tree", tensors, options, (batch, max_seqlen_q, length))
         chosen = select_backend(spec, backend)
         decoder = find_decoder(replace(spec, sizes=None), backend) if unequal else None
@@ -304,8 +304,8 @@ def _decide_paged(
         options = replace(options, precision="bf16")
     widens = k_cache.dtype != q.dtype and options.precision == "bf16"
     decodes = max_seqlen_q <= FEW_QUERIES or num_splits > 0 or widens
-    # Groups of sequences over what they share (hf/adapter/common_prefix.py): only the device knows how many have queries, so
-    # their number says nothing about how much of a GPU they fill, and the decoding kernel balances them there.
+    # Groups of sequences that attend to a shared prefix (hf/adapter/common_prefix.py): only the device knows how many groups
+    # have queries. Their number does not tell the host how much of the GPU they fill, so the decoding kernel balances them.
     grouped = decodes and unequal and options.window_size[1] < 0
     sizes = None if num_splits or grouped else (batch, max_seqlen_q, length)
     spec = _spec("paged", "decode" if decodes else "attention", tensors, options, sizes)
@@ -396,14 +396,14 @@ def needs_grad(tensors: AttentionTensors) -> bool:
     ]
     if torch.is_grad_enabled() and any(x.requires_grad for x in differentiable):
         return True
-    # a batch of vmap does not show whether a transform below differentiates what is in it
+    # a tensor that vmap batches does not show whether a transform below vmap differentiates the tensor inside
     return are_differentiated() and any(is_wrapped(x) for x in differentiable)
 
 
 def _has_whole_rows(cache: Tensor) -> bool:
-    """Whether tokens and heads are multiples of 16 bytes apart, and a page is a whole number of tokens.
+    """Whether tokens and heads are multiples of 16 bytes apart, and pages a whole number of tokens.
 
-    The copy engine numbers the tokens of all pages in 32 bits, and those of a page in 30.
+    The copy engine numbers the tokens of all pages in 32 bits, and the tokens of one page in 30.
     """
     page, token, head, _ = cache.stride()
     if token <= 0 or page % token or ((token | head) * cache.element_size() | cache.data_ptr()) & 15:

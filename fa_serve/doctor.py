@@ -1,11 +1,12 @@
-"""`fa-serve doctor`: what a start needs of this machine, each with what was found and what to do about it.
+"""`fa-serve doctor`: checks what a start needs of this machine, and says what it found and what to do about it.
 
     findings = examine(host="127.0.0.1", port=8000)
     for finding in findings: print(finding.name, finding.state, finding.found, finding.remedy)
     print(issue_block(findings))           # for an issue: no names of machines, folders or keys
 
-A failed check keeps `fa-serve serve` from working. A warning names what is slower or will be missed later. A check that raises
-counts as failed, with what was raised, and the others go on. Left out: which kernels serve a model (`fa-serve info MODEL`).
+A failed check keeps `fa-serve serve` from working. A warning names something that is slower, or that will be missing later. A
+check that raises an error counts as failed and shows the error, and the other checks still run. Left out: which kernels serve a
+model (`fa-serve info MODEL`).
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
 State = Literal["ok", "warning", "failed"]
 NEWEST_TESTED = (3, 13)
-"""Python's release up to which the tests run. Later ones are not refused."""
+"""The newest release of Python with which the tests run. Later releases are not refused."""
 GIB = 1 << 30
 KERNEL_CACHE_BYTES = GIB
 WEIGHT_CACHE_BYTES = 5 * GIB
@@ -54,7 +55,7 @@ SHOWN_PACKAGES = (
     "uvicorn",
 )
 ROUNDINGS = 2.0
-"""How many times the error of PyTorch's own attention a kernel may have, beside one rounding; as in fa_serve.testing."""
+"""A kernel's error may be this many times the sum of PyTorch's own error and one rounding, as in fa_serve.testing."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ def examine(host: str, port: int) -> list[Finding]:
 def _guarded(name: str, check: Callable[[], Finding]) -> Finding:
     try:
         return check()
-    except Exception as error:  # a machine that is broken raises anything
+    except Exception as error:  # a broken machine may raise any error
         first = (str(error) or type(error).__name__).splitlines()[0]
         return Finding(name, "failed", f"the check raised {type(error).__name__}: {first}", "attach the output to an issue")
 
@@ -104,7 +105,7 @@ def check_python() -> Finding:
 
 
 def check_packages() -> Finding:
-    """The versions of what fa_serve and its server need, as the installed package declares them."""
+    """The versions of the packages that fa_serve and its server need, as the installed package declares them."""
     from packaging.requirements import Requirement
 
     try:
@@ -132,13 +133,13 @@ def check_packages() -> Finding:
 
 
 def _misfit_torchvision() -> Finding | None:
-    """A torchvision that was built for another torch, beside which transformers can import no model; None without one."""
+    """A failed check if torchvision was built for another torch: transformers cannot import any model then. Otherwise None."""
     installed = _version("torchvision")
     if installed is None:
         return None
     try:
         import_module("torchvision")
-    except Exception as error:  # which one depends on the build
+    except Exception as error:  # its type depends on the build
         found = f"torchvision {installed} cannot be imported beside torch {_version('torch')}, so no model can: {error}"
         remedy = "install the torchvision of the index and release of that torch, or: pip uninstall torchvision"
         return Finding("packages", "failed", found, remedy)
@@ -153,7 +154,7 @@ def _version(package: str) -> str | None:
 
 
 def check_environment() -> Finding:
-    """The variables FA_SERVE_*, the file that FA_SERVE_CONFIG names and that of the keys, as a start reads them."""
+    """The variables FA_SERVE_*, the file that FA_SERVE_CONFIG names and the file of API keys, as a start reads them."""
     file = os.environ.get("FA_SERVE_CONFIG")
     try:
         keys = load({}, Path(file) if file else None).all_keys
@@ -238,9 +239,10 @@ def check_weight_cache() -> Finding:
 
 
 def check_folder(name: str, folder: Path, variable: str, least: int, *, runs: bool = False) -> Finding:
-    """A folder that is made when it is needed: it can be written, and has room.
+    """Whether a folder, which is made when it is needed, can be written and has room.
 
-    variable: of the environment, that moves the folder; least: bytes; runs: libraries are loaded from the folder
+    variable: the environment variable that moves the folder; least: the free bytes that it needs; runs: libraries are loaded
+              from the folder
     """
     there = folder
     while not there.exists():
@@ -273,10 +275,10 @@ def check_memory() -> Finding:
 
 
 def check_open_files() -> Finding:
-    """The limit of open files, of which three quarters may be connections."""
+    """The limit of open files. Three quarters of them may be connections."""
     try:
         import resource
-    except ImportError:  # of Windows
+    except ImportError:  # on Windows
         return Finding("open files", "ok", "no limit is known")
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit < OPEN_FILES and limit != resource.RLIM_INFINITY:
@@ -297,7 +299,7 @@ def check_port(host: str, port: int) -> Finding:
 
 
 def check_kernels() -> Finding:
-    """Attention over a batch and over a paged cache, by the kernels that would serve it, against float64."""
+    """Attention over a batch and over a paged cache, by the kernels that would serve it, compared with float64."""
     import torch
 
     from fa_serve.backends import explain
@@ -317,7 +319,7 @@ def check_kernels() -> Finding:
 
 
 def kernel_errors(device: str) -> tuple[float, float]:
-    """The error of a prompt and of a decoding step in bfloat16, over the bound of fa_serve.testing: 1.0 is just allowed."""
+    """The error of a prompt and of a decoding step in bfloat16, divided by the bound of fa_serve.testing: 1.0 is allowed."""
     import torch
 
     from fa_serve.api import attention, attention_paged

@@ -1,9 +1,9 @@
-"""Every variable `FA_SERVE_*` of the environment that is no setting, and the check that a command knows all that are set.
+"""All environment variables `FA_SERVE_*` that are not settings, and the check that a command knows all variables that are set.
 
     refuse_unknown(os.environ, settings=["FA_SERVE_PORT", ...])
 
-A misspelt variable would be ignored in silence. So a command refuses the variables that neither the settings nor this table
-have. Left out: what a variable means, which its reader says, and the settings (server/settings.py).
+A misspelt variable would be ignored silently. So a command refuses variables that are neither settings nor in this table. Left
+out: what a variable means (see the code that reads it), and the settings (server/settings.py).
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ VARIABLES = {
     "FA_SERVE_TEST_WITHOUT": "tests: the protection that is taken away",
     "FA_SERVE_WRITE_DOCS": "tests: whether generated tables are written into the documentation",
 }
-"""By name, what reads it."""
+"""What each variable is for."""
 OF_CLIENTS = {"FA_SERVE_API_KEY"}
-"""Those that only a client reads. A server is never told that one of them was meant."""
+"""Variables that only a client reads. The errors of a server never suggest one of them."""
 SERVICE_LINK = re.compile(r".*_(SERVICE_(HOST|PORT\w*)|PORT_\d+_(TCP|UDP|SCTP)\w*)|.*_PORT")
-"""Variables that Kubernetes sets in each pod for a service; the last kind has an address for its value."""
+"""Variables that Kubernetes sets in each pod for a service; the value of the last kind is an address."""
 
 
 def refuse_unknown(environment: Mapping[str, str], settings: Iterable[str], *, serves: bool = False) -> None:

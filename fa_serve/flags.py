@@ -27,13 +27,13 @@ from fa_serve.server.settings import SECRETS, Settings, counts_bytes, shown_defa
 
 FLAG = re.compile(r"--[a-z][a-z0-9-]*")
 HELD = "\ue000"
-"""Stands for a hyphen at which no line ends; a character of the private use area."""
+"""Stands for a hyphen at which a line must not be broken; a character of Unicode's private use area."""
 METAVARS = {int: "INTEGER", float: "FLOAT"}
-"""Numbers, which the settings read: their errors name the setting and its unit."""
+"""Placeholders for numbers. The settings read the numbers, so that errors name the setting and its unit."""
 PLAIN_TYPES = (bool, float, int, str, Path)
-"""Types that every release of typer reads; beside them there are choices."""
+"""Types that every release of typer reads. The other settings that typer reads are choices."""
 SWITCH_WORDS = ("true", "false", "yes", "no", "on", "off", "1", "0")
-"""What people write behind a switch, which takes no value. It would be taken for the name of a model."""
+"""Words that people write after a switch, which takes no value. They would be taken for the name of a model."""
 
 FOREIGN_FLAGS = {
     "--allowed-origins": "--cors-origins",
@@ -71,14 +71,14 @@ FOREIGN_FLAGS = {
     "--tokenizer-revision": "--revision, which holds for all files of the model",
     "--uvicorn-log-level": "--log-level",
 }
-"""Flags of `vllm serve` that are no settings here, and what takes their place; docs/moving/vllm.md has the same ones."""
+"""Flags of `vllm serve` that do not exist here, and what to use instead; docs/moving/vllm.md lists the same flags."""
 OTHER_SPELLINGS = {
     "-tp": "--tensor-parallel",
     "-dp": FOREIGN_FLAGS["--data-parallel-size"],
     "-q": "--quantization",
     "--model": "the model as the first argument: fa-serve serve MODEL",
 }
-"""Of settings that have no such flag here."""
+"""Other spellings of flags, which do not exist here, and what to use instead."""
 FOREIGN_VALUES = {
     ("--dtype", "half"): "--dtype float16",
     ("--dtype", "float"): "--dtype float32",
@@ -93,15 +93,15 @@ FOREIGN_VALUES = {
         for kind in ("awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors", "bitsandbytes", "modelopt")
     },
 }
-"""Values of flags that vLLM has and we have not, and what takes their place."""
+"""Values of flags that exist in vLLM and not here, and what to use instead."""
 NAMES = "--served-model-name"
 """A flag that takes several words in vLLM, and one here."""
 
 
 class PlainHelp(TyperCommand):
-    """A command whose help is plain text, with a section for each panel of options, in which no flag is divided between lines.
+    """A command whose help is plain text. It has a section for each panel of options, and no flag is broken across lines.
 
-    click wraps lines at hyphens as well, so those of flags are other characters until the lines are made.
+    click also breaks lines at hyphens, so another character replaces the hyphens of flags until the lines are broken.
     """
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
@@ -130,7 +130,7 @@ class PlainHelp(TyperCommand):
 
 
 class EngineCommand(PlainHelp):
-    """A command with the settings of an engine. A flag of vLLM is refused with what takes its place."""
+    """A command with the settings of an engine. The error for a flag of vLLM says what to use instead."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Read the arguments. Ends the command with a usage error for a flag that it does not have."""
@@ -149,12 +149,12 @@ class EngineCommand(PlainHelp):
         return super().parse_args(ctx, args)
 
     def _require_one_name(self, ctx: Any, args: list[str]) -> None:
-        """End the command for several names of the model. The second word may be the model, unless that stands elsewhere."""
+        """End the command if NAMES is given several words. The second word may be MODEL, unless MODEL is given elsewhere."""
         if NAMES not in args:
             return
         behind = args[args.index(NAMES) + 1 :]
         names = list(takewhile(lambda argument: not argument.startswith("-"), behind))
-        if len(names) > 1 and self.make_parser(ctx).parse_args(args=[*args])[1]:  # words that nothing takes
+        if len(names) > 1 and self.make_parser(ctx).parse_args(args=[*args])[1]:  # words that no parameter takes
             given = " ".join(names)
             ctx.fail(f"{NAMES} takes one name, got {given}. Use {NAMES} {names[0]}, and let clients ask for that name")
 
@@ -193,7 +193,7 @@ def _option(name: str) -> Any:
 
 
 def _default_of(name: str) -> str:
-    """What stands behind the description; a setting without a default says in its description what holds then."""
+    """The default, to follow the description. The description of a setting without a default says what happens then."""
     shown = shown_default(name)
     if not shown:
         return ""
@@ -202,7 +202,7 @@ def _default_of(name: str) -> str:
 
 
 def settings_in(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that flags give. Raises ValueError for a word behind a switch, which is read as the model."""
+    """The settings that flags give. Raises ValueError for a word after a switch, which typer reads as the model."""
     model = flags.get("model")
     if isinstance(model, str) and model.lower() in SWITCH_WORDS:
         raise ValueError(

@@ -1,8 +1,8 @@
 """The compute capability of a GPU in every spelling that people use: `find_arch("9.0") == find_arch("H100") == 90`.
 
-Numbers are those of CUDA ("9.0", "90", "9", "sm_90", "sm90a", "compute_90"), names are of cards and of architectures. AMD's
-GPUs have no compute capability: those that kernels are compiled for are 0, as in spec.py:arch_of. Left out: the capability of
-the GPU of this machine, which the driver says (spec.py:arch_of).
+Numbers are those of CUDA ("9.0", "90", "9", "sm_90", "sm90a", "compute_90"), names are those of cards and architectures. AMD's
+GPUs have no compute capability: the AMD GPUs for which kernels are compiled are 0, as in spec.py:arch_of. Left out: the
+capability of the GPU of this machine, which the driver reports (spec.py:arch_of).
 Source: https://developer.nvidia.com/cuda-gpus
 """
 
@@ -22,7 +22,7 @@ ARCHITECTURES = {
     "hopper": 90,
     "blackwell": 100,
 }
-"""By architecture. If its cards have several, it is that of the data-centre cards."""
+"""The compute capability of each architecture. If its cards have several, it is the one of the data-centre cards."""
 CARDS = {
     "v100": 70,
     "titanv": 70,
@@ -61,7 +61,7 @@ CARDS = {
     **{f"rtx{name}": 120 for name in (5060, 5070, 5080, 5090)},
 }
 GFX942 = dict.fromkeys(("gfx942", "cdna3", "mi300", "mi300a", "mi300x", "mi325x"), 0)
-"""AMD's GPUs that the kernels are compiled for in the tests."""
+"""AMD's GPUs for which the tests compile the kernels."""
 CAPABILITIES = (70, 72, 75, 80, 86, 87, 88, 89, 90, 100, 101, 103, 110, 120, 121)
 NUMBER = re.compile(r"(?:sm|compute|cc)?([1-9]\d?)\.?(\d)?[af]?")
 NOISE = re.compile(r"nvidia|amd|instinct|tesla|geforce|pcie|sxm\d?|nvl|hbm\d\w?|\d+gb|ti|super")
@@ -69,9 +69,9 @@ NOISE = re.compile(r"nvidia|amd|instinct|tesla|geforce|pcie|sxm\d?|nvl|hbm\d\w?|
 
 
 def find_arch(name: str) -> int:
-    """10 * major + minor of the GPU or architecture of this name, 0 for one of AMD's.
+    """10 * major + minor of the GPU or architecture of this name, 0 for an AMD GPU.
 
-    Raises ValueError for a name that is not known, or a number that no GPU has from compute capability 7.0 on.
+    Raises ValueError for a name that is not known, or a number that is no compute capability from 7.0 on.
     """
     words = re.split(r"[\s_-]+", name.lower())
     number = NUMBER.fullmatch("".join(words))
@@ -88,7 +88,7 @@ def find_arch(name: str) -> int:
 
 
 def _capability(name: str, first: str, last: str | None) -> int:
-    """Of "9.0" and of "90", and of "9" alone."""
+    """10 * major + minor from "9.0", "90" or "9"."""
     arch = int(first + (last or ""))
     if last is None and arch not in CAPABILITIES:
         arch *= 10

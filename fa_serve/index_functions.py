@@ -1,11 +1,11 @@
-"""Functions of indices, FlexAttention's mask_mod(b, h, q_idx, kv_idx): how they are evaluated, and what they read.
+"""Functions of indices, such as FlexAttention's mask_mod(b, h, q_idx, kv_idx): how to evaluate them, and what they read.
 
     batch, heads = dims_read(mask_mod, device)              # whether sequences and heads differ
     keep = over_grid(mask_mod)(b, h, queries, keys)         # bool (b, h, queries, keys)
 
-Such a function is written for one query and one key, so it is evaluated by `torch.vmap`, as FlexAttention does without a
-compiler. A value that was made of a function may be kept for as long as `what_is_read` stays the same. Left out: what the
-results mean, which `block_lists` knows of a mask_mod and `score_mods` of a score_mod.
+Such a function is written for one query and one key, so `torch.vmap` evaluates it, as in FlexAttention without a compiler. A
+value that was computed from a function may be kept for as long as `what_is_read` returns the same. Left out: what the results
+mean (see `block_lists` for a mask_mod, and `score_mods` for a score_mod).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.
 _BUILT_IN = (types.BuiltinFunctionType, type(torch.Tensor.add))
 _TENSORS = (Tensor, torch.nn.Parameter)
 _FIXED = ("builtins", "math", "torch")
-"""Packages whose modules, classes and functions stay as they are."""
+"""Packages whose modules, classes and functions are assumed not to change."""
 
 _level_of = torch._C._functorch.maybe_get_level
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
@@ -33,7 +33,7 @@ _inside_of = torch._C._functorch.get_unwrapped
 
 
 def name_of(function: object) -> str:
-    """How messages call a function."""
+    """The name of a function in messages."""
     return str(getattr(function, "__qualname__", None) or repr(function))
 
 
@@ -46,7 +46,7 @@ def over_grid(function: IndexFunction) -> IndexFunction:
 
     def evaluate_all(*indices: Tensor) -> Tensor:
         sizes = [len(index) for index in indices]
-        # vmap has no function for dimensions of nothing
+        # vmap cannot map over an empty dimension
         return evaluate(*indices) if all(sizes) else torch.zeros(sizes, dtype=torch.bool, device=indices[0].device)
 
     return evaluate_all
@@ -74,7 +74,7 @@ def _explaining(mapped: IndexFunction, function: IndexFunction) -> IndexFunction
 
 
 def dims_read(function: IndexFunction, device: torch.device) -> tuple[bool, bool]:
-    """Whether the result depends on b, and whether on h. The function is evaluated for the first query and key."""
+    """Whether the result depends on b, and whether it depends on h. The function is evaluated for the first query and key."""
     found: list[bool] = []
 
     @wraps(function)
@@ -90,7 +90,7 @@ def dims_read(function: IndexFunction, device: torch.device) -> tuple[bool, bool
 
 
 def _levels_of(x: Tensor) -> set[int]:
-    """The dimensions of vmap that a result depends on; each has wrapped it once."""
+    """The levels of vmap on which a result depends; each of them has wrapped the result once."""
     levels = set()
     while _is_wrapped(x):
         levels.add(_level_of(x))
@@ -99,11 +99,12 @@ def _levels_of(x: Tensor) -> set[int]:
 
 
 def what_is_read(function: object) -> tuple[Hashable, list[Tensor]] | None:
-    """What a function's result depends on beside its arguments: its code, and the values of its closure and of its globals.
+    """What a function's result depends on in addition to its arguments: its code, and the values of its closure and globals.
 
     Returns a key, which changes if a name is bound to another value or a tensor is changed in place, and the tensors that are
-    read, whose numbers in the key hold as long as the tensors live. None if that is not known: of objects, of classes and
-    functions with attributes, of bound methods, and of tensors of `torch.inference_mode`, which have no version.
+    read. The key has the ids of these tensors, so it is valid while they live. Returns None if the dependencies are not known:
+    for objects, for classes and functions with attributes, for bound methods, and for tensors of `torch.inference_mode`, which
+    have no version.
     """
     tensors: list[Tensor] = []
     try:
@@ -113,7 +114,7 @@ def what_is_read(function: object) -> tuple[Hashable, list[Tensor]] | None:
 
 
 def _facts_of(value: Any, tensors: list[Tensor], parents: tuple[int, ...]) -> Hashable:
-    """Raises LookupError for a value that may change without a trace."""
+    """A key of a value. Raises LookupError for a value that may change without leaving a trace."""
     # exact types, because an object of a derived class may have attributes
     kind = type(value)
     if kind in _TENSORS:
@@ -131,14 +132,14 @@ def _facts_of(value: Any, tensors: list[Tensor], parents: tuple[int, ...]) -> Ha
     # objects, classes and modules may have other attributes by the next call
     if not isinstance(value, types.FunctionType) or vars(value).keys() - {"__wrapped__"}:
         raise LookupError(value)
-    # names that a function inside of it reads are not found
+    # the names that a nested function reads would not be found
     if any(isinstance(each, types.CodeType) for each in value.__code__.co_consts):
         raise LookupError(value)
     if id(value) in parents:  # it calls itself
         return id(value)
     defaults = (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values())
     closure = (cell.cell_contents for cell in value.__closure__ or ())
-    # names of attributes are among them; one that is also a global name is read in vain
+    # co_names has names of attributes, too; if a global has the same name, it is read needlessly
     read = (value.__globals__[name] for name in value.__code__.co_names if name in value.__globals__)
     parts = (*defaults, *closure, *read)
     return (value.__code__, *(_facts_of(each, tensors, (*parents, id(value))) for each in parts))

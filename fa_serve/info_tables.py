@@ -64,7 +64,7 @@ ENCODER_ROUTES = {
     "score": "/v1/rerank, /v2/rerank, /rerank, /score, /v1/score, /classify, /predict",
     "classify": "/classify, /predict",
 }
-"""By task: what a server answers."""
+"""The routes that a server has for each task of an encoder."""
 COMPUTED_BY = "computed by"
 KERNEL_NAMES = (
     "  Kernels are rows of the table in docs/kernels/products.md, for each layer by itself. The engine merges layers with the "
@@ -73,7 +73,7 @@ KERNEL_NAMES = (
 
 
 def _triton_release() -> str:
-    """The release decides whether the Hopper kernel runs. Empty where Triton is not installed."""
+    """The release of Triton, which decides whether the Hopper kernel runs; empty if Triton is not installed."""
     try:
         return version("triton")
     except PackageNotFoundError:
@@ -96,7 +96,7 @@ def show_cases(device: str, arch: int, console: Console) -> None:
 
 
 def _show_states(states: Sequence[StateSpec], console: Console) -> None:
-    """What a model keeps of a sequence beside its keys and values."""
+    """What a model keeps of a sequence in addition to its keys and values."""
     total = sum(spec.bytes_per_state for spec in states)
     console.print(f"states: {total / 2**20:.4g} MiB a sequence, which prompts with a known beginning start from")
     for (kind, page, dtype), count in Counter((spec.kind, spec.page, spec.page_dtype) for spec in states).items():
@@ -162,7 +162,7 @@ def show_model(described: Description, console: Console) -> None:
 
 
 def _show_encoder(facts: EncoderFacts | str, console: Console) -> None:
-    """What an encoder computes, and by which routes it is asked for that."""
+    """What an encoder computes, and which routes serve it."""
     if isinstance(facts, str):
         console.print(f"encoder: refused: {facts}")
         return

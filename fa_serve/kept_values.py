@@ -1,11 +1,11 @@
-"""Values that were made of an object, and that are kept for as long as the object lives: the lists of a mask, for one.
+"""Values that are derived from an object and kept for as long as the object lives, such as the block lists of a mask.
 
     found = kept.find(mask, key)
     if found is None:
         found = kept.keep(mask, key, scan(mask))
 
-The key says what of the object the value was made of, so a change of the object is a change of the key. What the key holds is
-left to the caller. `StreamValues` are for tensors that are made on a device.
+The key describes the state of the object from which the value was derived, so a changed object has another key. The caller
+decides what the key holds. `StreamValues` is for tensors that are computed on a device.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class _Kept(NamedTuple):
 
 
 class KeptValues(Generic[Value]):
-    """At most `room` values. One is gone as soon as its object is, or when `room` others were kept or found after it."""
+    """At most `room` values. A value is dropped when its object dies, or when `room` other values were kept or found since."""
 
     def __init__(self, room: int) -> None:
         self._room = room
@@ -37,9 +37,9 @@ class KeptValues(Generic[Value]):
         return len(self._kept)
 
     def find(self, owner: object, key: Hashable) -> Value | None:
-        """What was kept of this object under this key, or None."""
+        """The value that is kept for this object and key, or None."""
         found = self._kept.get((id(owner), key))
-        # the number of an object that is gone may be another's by now
+        # another object may have the id of an object that is gone
         if found is None or found.owner() is not owner:
             return None
         with suppress(KeyError):  # another thread may have taken it out since
@@ -66,15 +66,16 @@ def is_capturing(device: torch.device) -> bool:
 
 
 def stream_of(device: torch.device) -> int | None:
-    """The stream whose order the next launch follows; None on a CPU."""
+    """The stream on which the next launch runs; None on a CPU."""
     return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else None
 
 
 class StreamValues(Generic[Value]):
-    """`KeptValues` of tensors: a stream finds those that were made on it, and the capture of a CUDA graph those made last.
+    """`KeptValues` of tensors: a stream finds only values that were made on it, and the capture of a CUDA graph finds the value
+    that was made last, on any stream.
 
-    Capturing begins when the device is idle, so a graph may read what another stream has made. What a capture finds is never
-    freed, because replays read it: the captures of a process are the bound.
+    Capturing begins when the device is idle, so a graph may read what another stream has made. Values that a capture finds are
+    never freed, because replays read them. The number of captures in a process bounds the number of such values.
     """
 
     def __init__(self, room: int) -> None:
@@ -83,7 +84,7 @@ class StreamValues(Generic[Value]):
         self._captured: dict[int, Value] = {}
 
     def find(self, owner: object, key: Hashable, device: torch.device) -> Value | None:
-        """What was kept of this object under this key for the current stream of the device, or None."""
+        """The value that is kept for this object and key, for the current stream of the device, or None."""
         if not is_capturing(device):
             return self._of_streams.find(owner, (key, stream_of(device)))
         found = self._last.find(owner, key)

@@ -1,8 +1,8 @@
-"""What the models, folders and files that settings name must be. A start says at once what is wrong: no import here is slow.
+"""Checks of the models, folders and files that settings name. A start reports errors at once: no import here is slow.
 
     wrong = find_wrong_file(settings)        # Wrong("lora", "name an existing folder ...", "french=./nope"), or None
 
-The server's settings and the engine's config are both asked before weights are loaded: by the command line before it imports
+The server's settings and the engine's config are both checked before weights are loaded: by the command line before it imports
 PyTorch, and by an engine before it loads. Left out: what is in the files, and whether the hub has a model.
 """
 
@@ -24,7 +24,7 @@ DRAFTERS = ("draft=", "eagle3=")
 
 
 class Wrong(NamedTuple):
-    """The arguments of a ParameterError: what `rule` says completes the sentence "<field> must ..."."""
+    """The arguments of a ParameterError: `rule` completes the sentence "<field> must ..."."""
 
     field: str
     rule: str
@@ -32,7 +32,7 @@ class Wrong(NamedTuple):
 
 
 class NamedFiles(Protocol):
-    """What settings have that name files. Their meaning is that of `EngineConfig`."""
+    """The settings that name files, with the same meaning as in `EngineConfig`."""
 
     @property
     def model(self) -> str | Path | None: ...
@@ -49,7 +49,7 @@ class NamedFiles(Protocol):
 
 
 def find_wrong_file(settings: NamedFiles) -> Wrong | None:
-    """The first setting that names what is not there, or what cannot be what it should; None if there is none."""
+    """The first setting that names something that does not exist or is of the wrong kind; None if all are right."""
     if wrong := find_wrong_model(settings.model, settings.revision):
         return wrong
     for find in (_wrong_generation_config, _wrong_drafter, _wrong_lora, _wrong_tier):
@@ -59,9 +59,9 @@ def find_wrong_file(settings: NamedFiles) -> Wrong | None:
 
 
 def find_wrong_model(model: str | Path | None, revision: str | None = None) -> Wrong | None:
-    """Why this names no model: neither a folder with a config nor a hub name, or a revision that a folder does not have.
+    """Why this is no model: neither a folder with a config nor a hub name, or a revision of a model that is not on the hub.
 
-    model: None is the embedded one
+    model: None is the embedded model
     """
     folder = model is not None and Path(model).is_dir()
     if model is not None and folder and not (Path(model) / CONFIG).is_file():
@@ -96,7 +96,7 @@ def _wrong_drafter(settings: NamedFiles) -> Wrong | None:
     told = settings.speculative
     kind = next((each for each in DRAFTERS if isinstance(told, str) and told.startswith(each)), None)
     if told is None or kind is None or not (name := told.removeprefix(kind)):
-        return None  # which other words there are, the engine's config knows
+        return None  # the engine's config checks other values
     wrong = find_wrong_model(name)
     what = "a draft model" if kind == "draft=" else "an EAGLE-3 head"
     return wrong and Wrong("speculative", f"name {what}: model must {wrong.rule}, got {wrong.value!r}", told)
@@ -123,7 +123,7 @@ def _wrong_tier(settings: NamedFiles) -> Wrong | None:
     if settings.kv_host_folder is None:
         return None
     folder = Path(settings.kv_host_folder).absolute()
-    there = next((each for each in (folder, *folder.parents) if each.exists()), folder)  # the rest is made
+    there = next((each for each in (folder, *folder.parents) if each.exists()), folder)  # folders below it will be made
     if there.is_dir() and os.access(there, os.W_OK | os.X_OK):
         return None
     reason = f"{there} cannot be written" if there.is_dir() else f"{there} is no folder"

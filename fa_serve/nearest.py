@@ -1,4 +1,4 @@
-"""The known name that is nearest to one that is not known, for errors: `nearest_name("max_token", names)` is "max_tokens"."""
+"""The known name nearest to an unknown name, for error messages: `nearest_name("max_token", names)` is "max_tokens"."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import difflib
 from collections.abc import Iterable
 
 MAX_LENGTH = 64
-"""Characters of a name that are looked at: a longer one is no misspelling, and the comparison takes quadratic time."""
+"""Characters of a name that are compared: a longer name is no misspelling, and the comparison takes quadratic time."""
 LIKENESS = 0.75
-"""The least likeness of a name that was meant, as difflib measures it."""
+"""The least similarity, as difflib measures it, of a known name that may have been meant."""
 LEAST_PREFIX = 4
-"""Characters that a beginning has which stands for a whole name."""
+"""The fewest characters with which the beginning of a name stands for the whole name."""
 
 
 def nearest_name(given: str, known: Iterable[str]) -> str | None:
-    """The known name that was meant, or None if there is none that is alike.
+    """The known name that was probably meant, or None if no known name is similar.
 
     Upper and lower case, hyphens and underscores make no difference. A beginning of one known name stands for this name, and
     so does a name that begins with a known one.

@@ -2,13 +2,14 @@
 
     compiled = torch.compile(lambda q, k, v: fa_serve.attention(q, k, v, causal=True), fullgraph=True)
 
-Checking arguments, selecting a backend and launching a kernel is Python that a tracer must not follow: it would break the
-graph, or record nothing of a kernel that is launched past PyTorch. While `is_traced`, the functions of `fa_serve.api` therefore
-go through an operator, which is one opaque node of the graph and runs what an eager call runs. Eager calls do not touch it.
+A tracer must not follow the Python code that checks arguments, selects a backend and launches a kernel: that code would break
+the graph, and a kernel that is launched without PyTorch would not be recorded. While `is_traced` is true, the functions of
+`fa_serve.api` therefore call an operator, which is one opaque node of the graph and runs what an eager call runs. Eager calls
+use no operator.
 
     attention, attention_varlen, attention_paged                -> (out, lse), both contiguous; lse is (0,) if not asked for
     attention_out, attention_varlen_out, attention_paged_out    write `out`, and return lse
-    attention_block_sparse, attention_block_sparse_out          the same for the calls of each layout with a block_mask
+    attention_block_sparse, attention_block_sparse_out          the same two for calls of any layout with a block_mask
     store_kv                                                    writes both caches
 
 An operator takes the tensors of its call, then its numbers, then the options in the order of `CallOptions`; the schemas below
@@ -17,9 +18,9 @@ are the reference. The fake kernels know shapes and dtypes only, so a bad argume
 With dynamic shapes, inductor (torch 2.13) loses the offset of a view that any operator writes to: give `store_kv` two separate
 tensors as caches, or fix the shapes.
 
-`attention_gradients` is the backward pass of `attention` and `attention_varlen`, registered with autograd: calls that need
-gradients ask for lse, which it reads. Left out: gradients of `alibi_slopes`, of the operators that write `out`, of calls with a
-block_mask, and through the paged cache.
+`attention_gradients` is the backward pass of `attention` and `attention_varlen`, registered with autograd. It reads lse, so a
+call that needs gradients always computes lse. Left out: gradients of `alibi_slopes`, of the operators that write `out`, of
+calls with a block_mask, and through the paged cache.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ from fa_serve.spec import ParameterError, Precision, UnsupportedError
 
 _is_jit_tracing = torch._C._is_tracing
 _are_transforms_active = torch._C._are_functorch_transforms_active
-# "fa_serve". A copy of the package under another name (see deploy/kernel_package.py) has operators of another name
+# "fa_serve". A copy of the package under another name (see deploy/kernel_package.py) registers its operators under that name
 _NAMESPACE = __name__.partition(".")[0]
 _SCHEMA_TYPES = {bool: "bool", int: "SymInt", float: "float", float | None: "float?", str: "str", Precision: "str"}
 
@@ -92,8 +93,8 @@ _STORE = (
 
 
 def is_eager() -> bool:
-    """Whether nothing records or transforms the caller's operations. Calls ask this first, because it takes less time than to
-    tell in which way they are recorded."""
+    """Whether nothing records or transforms the caller's operations. Calls ask this first, because it takes less time than
+    finding out in which way they are recorded."""
     if is_dynamo_compiling() or torch.compiler._is_compiling_flag:
         return False
     return not (_is_jit_tracing() or _are_transforms_active() or forward_ad._current_level >= 0)
@@ -102,10 +103,10 @@ def is_eager() -> bool:
 def is_traced(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether the caller's operations are recorded, so that a call has to be an operator that PyTorch knows.
 
-    torch.jit does not record kernels that are launched past PyTorch. On a CPU, PyTorch's own operators compute attention, and
-    torch.jit records those as they are: its trace then runs without fa_serve.
+    torch.jit does not record kernels that are launched without PyTorch. On a CPU, PyTorch's own operators compute attention.
+    torch.jit records these operators themselves, so the trace runs without fa_serve.
     """
-    # `torch.compiler.is_compiling` costs four times as much. Dynamo knows the first function, and reads no further.
+    # `torch.compiler.is_compiling` costs four times as much. Dynamo knows the result of the first function, and stops there.
     if is_dynamo_compiling() or torch.compiler._is_compiling_flag:
         return True
     return bool(_is_jit_tracing() and q.is_cuda)
@@ -158,7 +159,7 @@ def _packed(flat: Sequence[Any]) -> CallOptions:
 
 
 def _call(functional: Any, writing: Any, tensors: AttentionTensors, middle: tuple[Any, ...], options: CallOptions) -> Result:
-    """`middle`: what the operator takes between its common tensors and its options."""
+    """`middle`: the arguments of the operator between its common tensors and its options."""
     with_gradients = needs_grad(tensors)
     kept = options._replace(return_lse=options.return_lse or with_gradients)
     given = (tensors.q, tensors.k, tensors.v, tensors.sinks, tensors.alibi_slopes, *middle, *_flat(kept))
@@ -214,12 +215,12 @@ def _lse_dtype(q: Tensor) -> torch.dtype:
 
 
 def _or_empty(lse: Tensor | None, q: Tensor) -> Tensor:
-    """An operator has the same results at each call: without lse, it returns a tensor without elements."""
+    """lse, or an empty tensor for None: an operator must return the same number of tensors at each call."""
     return q.new_empty(0, dtype=_lse_dtype(q)) if lse is None else lse.contiguous()
 
 
 def _operators(name: str, arguments: str, run: Callable[..., Result]) -> tuple[Any, Any]:
-    """The operator that allocates `out`, and the one that writes it."""
+    """-> an operator that allocates `out`, and an operator that writes into a given `out`."""
 
     def functional(*given: Any) -> tuple[Tensor, Tensor]:
         result, lse = run(None, *given)

@@ -1,18 +1,18 @@
-"""FlexAttention's score_mod(score, b, h, q_idx, kv_idx) as the options of a call that kernels have.
+"""Translates FlexAttention's score_mod(score, b, h, q_idx, kv_idx) into options of a call that kernels compute.
 
     options = translate_score_mod(score_mod, CallSizes(...), causal=True)
     options.factor, options.softcap, options.alibi_slopes, options.mask
 
-The function is called once with a `Score` in the place of the score, which writes down what is done to it, and with indices of
-`torch.vmap`. So whatever it computes from indices alone is computed by PyTorch, and only what touches the score must be known:
+The function is called with a `Score` instead of the score, which records the operations on it, and with indices of
+`torch.vmap`. So PyTorch computes whatever depends only on the indices, and only operations on the score must be known:
 
     score * number, score / number        factor, which belongs to softmax_scale and is positive like it
     c * torch.tanh(score / c)             softcap
-    score + f(b, h, q_idx, kv_idx)        alibi_slopes, where the bias falls with the distance alone; else mask, a float mask
+    score + f(b, h, q_idx, kv_idx)        alibi_slopes if the bias is -slope * distance; otherwise mask, a float mask
     torch.where(condition, score, -inf)   mask
 
 Left out: everything else, such as a factor that depends on the head. It is refused. A float mask takes memory for all queries
-and keys of each head that has another bias.
+and keys, and this for each head (or sequence) if the bias depends on it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _EVALUATED_ELEMENTS = 1 << 22
 """Elements of a bias that are evaluated at once, in whole rows of blocks."""
 _ROWS = 128
 _ALIBI_ERROR = 1e-6
-"""Relative: a slope is a quotient of a bias, so that its product with a distance is rounded twice more."""
+"""Relative error: a slope is a bias divided by a distance, so slope * distance has two more roundings than the bias."""
 _RULE = (
     "may multiply its score by a positive number, cap it by c * torch.tanh(score / c), and add a bias or hide keys by the "
     "indices alone"
@@ -47,9 +47,9 @@ _NO_CAPTURE = (
 
 
 class ScoreOptions(NamedTuple):
-    """What a score_mod comes to.
+    """The options that a score_mod stands for.
 
-    factor:       of the scaled scores
+    factor:       factor of the scaled scores
     softcap:      0.0 is off
     alibi_slopes: float32 (heads,) or (batch, heads), or None
     mask:         (1 or batch, 1 or heads, seqlen_q, seqlen_k), or None; bool if the bias only hides keys, else added to scores
@@ -62,7 +62,7 @@ class ScoreOptions(NamedTuple):
 
 
 class _Refused(Exception):
-    """What a score_mod does that no option stands for."""
+    """A score_mod does something that no option stands for. The text says what it does."""
 
 
 class Score:
@@ -85,7 +85,7 @@ class Score:
 
     @property
     def curve(self) -> tuple[float, float | None]:
-        """What is done to the score before the bias."""
+        """(factor, cap): the operations on the score before the bias is added."""
         return self.factor, self.cap
 
     def times(self, number: float) -> Score:
@@ -156,7 +156,7 @@ for _name in _UNKNOWN_OPERATORS:
 
 
 def _number(value: Any, what: str) -> float:
-    """A number, which may be a tensor of one that depends on no index and needs no gradient."""
+    """A number as a float. It may be a tensor without dimensions, if it depends on no index and needs no gradient."""
     if isinstance(value, Tensor) and not value.dim() and not value.requires_grad:
         if not torch._C._functorch.is_functorch_wrapped_tensor(value):
             _before_waiting(value.device)
@@ -167,7 +167,7 @@ def _number(value: Any, what: str) -> float:
 
 
 def _before_waiting(device: torch.device) -> None:
-    """Refuse to wait for the device, with a remedy, where that would end the capture of a CUDA graph."""
+    """Raise ParameterError, with a remedy, if waiting for the device would end the capture of a CUDA graph."""
     if is_capturing(device):
         raise ParameterError("score_mod", _NO_CAPTURE, "a first call in the capture")
 
@@ -261,19 +261,21 @@ _OPERATIONS: dict[str, Callable[..., Any]] = {
 def translate_score_mod(
     score_mod: Callable[..., Any], sizes: CallSizes, *, causal: bool, lists: BlockLists | None = None
 ) -> ScoreOptions:
-    """The options that a score_mod stands for in a call. They are kept while it and the lists live, unless they have gradients.
+    """The options that a score_mod stands for in a call. They are kept while the function and the lists live, unless the mask
+    needs gradients.
 
-    causal: the call hides keys behind the query; lists: those of its block_mask. What is hidden decides with the bias whether
-    it falls with the distance, and becomes -inf in a mask.
-    Raises UnsupportedError, which names the function, for what no option stands for, and ParameterError where a bias would be
-    evaluated while a CUDA graph captures the call.
+    causal: whether the call hides the keys after the query; lists: the lists of its block_mask. Hidden keys do not matter for
+    whether the bias is -slope * distance. Keys that the lists hide are -inf in the mask.
+    Raises UnsupportedError, which names the function, for operations that no option stands for, and ParameterError where a bias
+    would be evaluated while a CUDA graph captures the call.
     """
     read = what_is_read(score_mod)
     version = () if lists is None else version_of(lists)
     if read is None or version is None:
         return _explained(score_mod, sizes, causal, lists)
     facts, tensors = read
-    # the facts say all of the function, so lists that no later call can have take their options with them
+    # The facts describe the function completely, so the lists may own the entry: it is dropped when the lists die, because no
+    # later call can have them.
     owner = score_mod if lists is None else lists.kv_num_blocks
     key = (sizes, causal, version, torch.is_grad_enabled(), facts)
     found = _TRANSLATED.find(owner, key, sizes.device) or _TRANSLATED_TO_LARGE.find(owner, key, sizes.device)
@@ -288,11 +290,11 @@ def translate_score_mod(
 
 
 _LARGE_MASK = 32 << 20
-"""Bytes. Eight masks are kept that are no larger, and one that is."""
+"""Bytes. Eight masks of up to this size are kept, and one larger mask."""
 
 _TRANSLATED: StreamValues[tuple[ScoreOptions, tuple[Tensor | None, ...]]] = StreamValues(room=8)
 _TRANSLATED_TO_LARGE: StreamValues[tuple[ScoreOptions, tuple[Tensor | None, ...]]] = StreamValues(room=1)
-"""The options of functions, and the tensors whose numbers are in their keys, but for that which owns the entry."""
+"""The options of functions, and the tensors whose ids are in their keys, except for the tensor that owns the entry."""
 
 
 def _explained(score_mod: Callable[..., Any], sizes: CallSizes, causal: bool, lists: BlockLists | None) -> ScoreOptions:
@@ -354,7 +356,7 @@ class _Bias:
         self._step = _ROWS * max(1, _EVALUATED_ELEMENTS // max(1, a_row))
 
     def _rows(self, first: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Of the rows from this one on: the bias, which of it is seen, and the distances of queries and keys in float32."""
+        """-> for some rows from this one on: the bias, which of it is visible, and the distances to the keys in float32."""
         last = min(first + self._step, self._sizes.seqlen_q)
         rows = torch.arange(first, last, device=self._sizes.device)
         bias = self._function(self._b, self._h, rows, self._keys)
@@ -367,7 +369,7 @@ class _Bias:
         return bias, seen, distance.abs().float()
 
     def slopes(self) -> Tensor | None:
-        """The slopes of ALiBi, if the bias of all that is seen is -slope * distance; None for any other bias."""
+        """The slopes of ALiBi, if the bias of all visible keys is -slope * distance; None for any other bias."""
         slopes: Tensor | None = None
         # the last rows have the greatest distances
         for first in reversed(range(0, self._sizes.seqlen_q, self._step)):
@@ -399,7 +401,7 @@ class _Bias:
 
 
 def _slopes_of(bias: Tensor, seen: Tensor, distance: Tensor) -> Tensor:
-    """What a bias falls by for each key, (batch, heads, 1, 1), measured at the key that is farthest from its query."""
+    """How much a bias falls per key of distance, (batch, heads, 1, 1), measured at the visible key farthest from its query."""
     shape = (bias + seen + distance).shape
     biases = bias.expand(shape).flatten(2)
     distances = distance.expand(shape).flatten(2)

@@ -6,7 +6,7 @@ choice can be kept in a plan. `AttentionSpec` describes the calls of `fa_serve.a
 
     FaServeError
     ├── ParameterError         a parameter has a bad value; carries the parameter's name, the rule and a code
-    ├── UnsupportedError       no backend, or not the one asked for, can do this call; carries the reasons
+    ├── UnsupportedError       no backend, or not the requested one, can serve the call; carries the reasons
     └── UnsupportedModelError  a model or a mask that the transformers adapter cannot honour
 
 A bad tensor argument of the functions in `fa_serve.api` is a plain ValueError or TypeError that names the argument, the rule
@@ -32,10 +32,10 @@ FEW_QUERIES = 16
 """Up to this many queries per sequence, splitting the keys gains time. More queries fill the tiles of a kernel by
 themselves."""
 TREE_SPLITS = -1
-"""The value of `num_splits` for fixed groups of keys, folded in order: the bits of a query depend on its keys alone."""
+"""The value of `num_splits` for fixed groups of keys, folded in order: the bits of a query's output depend only on its keys."""
 OPTIONS = ("softcap", "sinks", "alibi", "attention_chunk", "block_mask")
-"""The fields of `AttentionSpec` that stand for an option of the call, False without it. A backend says which it computes, and
-refuses the others, so an option that is new is refused by all backends until they name it."""
+"""The fields of `AttentionSpec` that say whether the call uses an option. Each backend names the options that it computes and
+refuses the others, so every backend refuses a new option until the backend names it."""
 
 
 class FaServeError(Exception):
@@ -99,19 +99,20 @@ class AttentionSpec:
     needs_grad:  autograd will ask for gradients of a tensor of this call
     op:          "attention": any number of queries per sequence
                  "decode": at most FEW_QUERIES queries per sequence, a fixed number of splits, a quantised cache, or prompts
-                 whose keys are divided as well (see `backends.chunks`); a mask depends on the key alone
+                 whose keys are divided as well (see `backends.chunks`); a mask depends only on the key
                  "tree": paged attention whose bits do not depend on the other queries of the call
                  "store_kv": write keys and values into a paged cache
                  "backward": the gradients of a dense or packed "attention"
-    whole_rows:  (paged) tokens and heads are multiples of 16 bytes apart, a page is a whole number of tokens, and the numbers
-                 of tokens have 32 bits
-    alibi:       a bias that falls linearly with the distance of query and key
+    whole_rows:  (paged) tokens and heads are multiples of 16 bytes apart, pages are a whole number of tokens apart, and the
+                 numbers of tokens fit into 32 bits
+    alibi:       a bias that falls linearly with the distance between query and key
     attention_chunk: queries attend within chunks of a fixed length only
     block_mask:  queries attend to the key blocks of a list (see `block_lists`)
     precision:   precision of the products of "attention", as in `fa_serve.attention`
     values_in_keys: (paged) the values are the first head_dim_v numbers of the keys, in the same memory (latent attention)
-    sizes:       (paged, and dense with a mask) sequences, and the most queries and keys of one of them; None if they must not
-                 decide who serves the call, because its bits may not depend on them
+    sizes:       (paged, and dense with a mask) the number of sequences, and the most queries and the most keys of a sequence;
+                 None if they must not influence which backend serves the call, as where the bits of a row must not depend on
+                 the rest of the batch
     deterministic: equal calls must have equal gradients in every bit
     """
 
@@ -148,7 +149,7 @@ class AttentionSpec:
 
     @property
     def options(self) -> list[str]:
-        """Those of `OPTIONS` that the call uses."""
+        """The members of `OPTIONS` that the call uses."""
         return [name for name in OPTIONS if getattr(self, name)]
 
     def options_beyond(self, computed: Container[str]) -> str:

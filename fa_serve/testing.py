@@ -1,12 +1,12 @@
-"""What a test of an attention backend needs: inputs, a paged cache with poisoned memory, and the tolerance rule.
+"""Helpers for tests of an attention backend: inputs, a paged cache with poisoned memory, and the tolerance rule.
 
     exact = attention_reference(q.double(), ...)[0]          # float64 oracle
     eager = eager_attention(q, k, v, ...)                    # the same equation in the dtype of the inputs
     assert_matches_reference(actual, exact, eager)
 
-The module also serves tests of backends outside this package. The tolerance rule is that of FlashAttention's tests: the error
-may be at most twice that of plain PyTorch in the same dtype, plus one rounding of the largest value. The tolerance is measured
-for each input, so a test needs no absolute tolerance. Left out: fixtures and pytest itself.
+The module also serves tests of backends outside this package. The tolerance rule is the one of FlashAttention's tests: the
+error may be at most twice the sum of plain PyTorch's error in the same dtype and one rounding of the largest value. The
+tolerance is measured for each input, so a test needs no absolute tolerance. Left out: fixtures and pytest itself.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ def make_paged(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """A paged cache with these sequences: returns k_cache, v_cache, block_table and seqused_k.
 
-    keys, values: one (length, heads, dim) tensor for each sequence; spare_pages: pages that no sequence has
+    keys, values: one (length, heads, dim) tensor for each sequence; spare_pages: number of pages that no sequence owns
 
-    Pages are given out in random order. Whatever no sequence owns is NaN, also the rest of each last page. Table entries past
-    the last page of a sequence point far outside the cache, so that a test fails if one is read.
+    Pages are assigned in random order. All memory that no sequence owns is NaN, including the rest of each last page. Table
+    entries past the last page of a sequence point far outside the cache, so that a test fails if one is read.
     """
     counts = [-(-len(k) // page_size) for k in keys]
     total = sum(counts) + spare_pages
@@ -112,7 +112,7 @@ def eager_attention(
 def assert_matches_reference(actual: Tensor, exact: Tensor, eager: Tensor, what: str = "out", roundings: int = 1) -> None:
     """Assert max|actual - exact| <= 2 * (max|eager - exact| + roundings * eps * max|exact|).
 
-    eps is that of the dtype of `actual`. Gradients in float32 have more roundings than 1: eager's dP - delta is exactly 0 in a
+    eps belongs to the dtype of `actual`. Gradients in float32 need more than one rounding: eager's dP - delta is exactly 0 in a
     row that sees one key, while a kernel subtracts two sums of head_dim products.
     """
     assert actual.shape == exact.shape, f"{what}: shape {tuple(actual.shape)}, expected {tuple(exact.shape)}"

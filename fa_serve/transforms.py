@@ -3,12 +3,13 @@
     per_sample = torch.func.vmap(torch.func.grad(loss))(q, k, v)     # loss calls fa_serve.attention
 
 PyTorch's transforms wrap tensors, and a wrapper has no memory that a kernel could read. So a call with wrapped tensors selects
-its backend by what the wrappers show. If PyTorch's operators compute it (`sdpa`, `reference`), transforms follow these. If
-kernels do, the call is one node of autograd (`autograd.differentiable_call`), which gets the tensors inside and has a rule for
-`vmap`: samples of a dense batch are computed together, and packed and paged ones one after the other.
+its backend by what the wrappers show. If PyTorch's operators compute the call (`sdpa`, `reference`), transforms follow these
+operators. If kernels do, the call is one node of autograd (`autograd.differentiable_call`), which gets the unwrapped tensors
+and has a rule for `vmap`: samples of dense calls are computed together, samples of packed and paged calls one after the other.
 
-Reverse mode is all that kernels have: `jvp` and second derivatives are refused in a sentence. PyTorch's fused operators have no
-more, but only their forward mode is refused here: nothing tells beforehand that gradients will be differentiated.
+Kernels support only first derivatives, in reverse mode: `jvp` and second derivatives are refused with an error. PyTorch's fused
+operators do not support more, but only their forward mode is refused here, because nothing tells in advance that gradients will
+be differentiated.
 
 Left out: transforms inside of `torch.compile`, where a call is an operator (`operators`).
 """
@@ -57,13 +58,13 @@ def _has_tangent(x: Tensor) -> bool:
 
 def attention(tensors: AttentionTensors, options: CallOptions) -> Result:
     """`dispatch.run_dense` of wrapped tensors."""
-    kept = options._replace(return_lse=True)  # as a node of autograd keeps it
+    kept = options._replace(return_lse=True)  # the node of autograd keeps lse
     return _run(tensors, options, decide_dense(tensors, options), lambda plain: run_dense(plain, kept), folds=True)
 
 
 def attention_varlen(tensors: AttentionTensors, max_seqlen_q: int, max_seqlen_k: int, options: CallOptions) -> Result:
     """`dispatch.run_varlen` of wrapped tensors."""
-    kept = options._replace(return_lse=True)  # as a node of autograd keeps it
+    kept = options._replace(return_lse=True)  # the node of autograd keeps lse
     decision = decide_varlen(tensors, max_seqlen_q, max_seqlen_k, options)
     return _run(tensors, options, decision, lambda plain: run_varlen(plain, max_seqlen_q, max_seqlen_k, kept))
 
@@ -71,8 +72,8 @@ def attention_varlen(tensors: AttentionTensors, max_seqlen_q: int, max_seqlen_k:
 def attention_paged(
     tensors: AttentionTensors, max_seqlen_q: int, max_seqlen_k: int | None, num_splits: int, options: CallOptions
 ) -> Result:
-    """`dispatch.run_paged` of wrapped tensors. No backend has gradients through pages, which `run_paged` says."""
-    kept = options._replace(return_lse=True)  # as a node of autograd keeps it
+    """`dispatch.run_paged` of wrapped tensors. No backend has gradients through pages: `run_paged` raises the error."""
+    kept = options._replace(return_lse=True)  # the node of autograd keeps lse
     if needs_grad(tensors):
         return run_paged(tensors, max_seqlen_q, max_seqlen_k, num_splits, options)
     return _run(tensors, options, None, lambda plain: run_paged(plain, max_seqlen_q, max_seqlen_k, num_splits, kept))
@@ -82,7 +83,7 @@ def attention_block_sparse(
     tensors: AttentionTensors, max_seqlen_q: int | None, max_seqlen_k: int | None, num_splits: int, options: CallOptions
 ) -> Result:
     """`dispatch.run_block_sparse` of wrapped tensors."""
-    kept = options._replace(return_lse=True)  # as a node of autograd keeps it
+    kept = options._replace(return_lse=True)  # the node of autograd keeps lse
     decision = None
     if tensors.cu_seqlens_q is None:
         decision = decide_dense(tensors, options)
@@ -96,7 +97,7 @@ def attention_block_sparse(
 
 
 def store_kv(tensors: StoreTensors, backend: str) -> None:
-    """A cache that is written is no result that a transform could follow."""
+    """Refuse the call: a transform cannot follow writes to a cache."""
     raise UnsupportedError(
         "store_kv writes its caches in place, which torch.func's transforms and forward-mode AD cannot follow, and one of its "
         "tensors belongs to such a transform: call it outside of the transformed function"
@@ -106,18 +107,18 @@ def store_kv(tensors: StoreTensors, backend: str) -> None:
 def _run(
     tensors: AttentionTensors, options: CallOptions, decision: Decision | None, run: Run, *, folds: bool = False
 ) -> Result:
-    """decision: None if all backends leave gradients out; run: the call of plain tensors; folds: as in `autograd.Call`"""
+    """decision: None if no backend has gradients for the call; run: runs it with plain tensors; folds: as in `autograd.Call`"""
     if decision is not None and decision.backend.differentiable:
         try:
             result: Result = decision.backend.plan(decision.spec, tensors, decision.options)(tensors)
-        except NotImplementedError as error:  # of PyTorch, about one of its operators
+        except NotImplementedError as error:  # which PyTorch raises for one of its operators
             if forward_ad._current_level < 0 or isinstance(error, UnsupportedError):
                 raise
             raise UnsupportedError(FORWARD_MODE) from error
         return result
     call = Call(run, None, None)
     if decision is not None and tensors.blocks is None:
-        # whether leaves of autograd lie below a batch of vmap is not known here
+        # it is not known here whether tensors inside a batch of vmap need gradients
         call = Call(run, replace(decision.spec, op="backward", needs_grad=False), decision.options, folds)
     out, lse = differentiable_call(call, tensors._replace(out=None))
     if tensors.out is not None:

@@ -2,10 +2,11 @@
 
     run = with_value_checks(plan, q, check)      # `check(tensors)` runs before each call of the plan, or never
 
-A kernel that gets a page which does not exist, or lengths that end beyond their tensor, reads other memory, and its result is
+If a kernel gets a page that does not exist, or lengths that end beyond their tensor, it reads other memory, and its result is
 wrong without an error. To read such values on a GPU, the host has to wait for the device, so they are not read there unless the
-environment asks for it. On a CPU reading them costs microseconds. Whether a plan checks is decided when it is made, so that a
-call on a GPU pays nothing. A call that is traced, captured in a CUDA graph, or whose tensors have no values, is not checked.
+environment asks for it. On a CPU reading them costs microseconds. Whether a plan checks values is decided when the plan is
+made, so that a call on a GPU pays nothing. A call that is traced, captured in a CUDA graph, or whose tensors have no values, is
+not checked.
 
 Every function raises ParameterError with the name of the argument, the rule and the value. Left out: shapes, dtypes and devices
 (`argument_checks`).
@@ -42,7 +43,7 @@ def with_value_checks(run: Run, q: Tensor, check: Callable[[Any], None]) -> Run:
 
 
 def check_varlen_values(tensors: AttentionTensors, max_seqlen_q: int, max_seqlen_k: int) -> None:
-    """The values of a call of `fa_serve.attention_varlen`."""
+    """Check the values of a call of `fa_serve.attention_varlen`."""
     assert tensors.cu_seqlens_q is not None
     assert tensors.keys is not None
     _check_starts("cu_seqlens_q", tensors.cu_seqlens_q, "q", tensors.q, "max_seqlen_q", max_seqlen_q)
@@ -51,9 +52,9 @@ def check_varlen_values(tensors: AttentionTensors, max_seqlen_q: int, max_seqlen
 
 
 def check_paged_values(tensors: AttentionTensors, max_seqlen_q: int, max_seqlen_k: int | None, left: int, chunk: int) -> None:
-    """The values of a call of `fa_serve.attention_paged`.
+    """Check the values of a call of `fa_serve.attention_paged`.
 
-    left, chunk: the window and attention_chunk, before which entries of the block table are not read
+    left, chunk: the window to the left and attention_chunk; entries of the block table before them are not read
     """
     assert tensors.cu_seqlens_q is not None
     assert tensors.keys is not None
@@ -85,7 +86,7 @@ def check_paged_values(tensors: AttentionTensors, max_seqlen_q: int, max_seqlen_
 
 
 def check_store_values(tensors: StoreTensors) -> None:
-    """The values of a call of `fa_serve.store_kv`."""
+    """Check the values of a call of `fa_serve.store_kv`."""
     slots = _values(tensors.slot_mapping)
     count = tensors.k_cache.shape[0] * tensors.k_cache.shape[1]
     is_bad = (slots < -1) | (slots >= count)
@@ -95,7 +96,7 @@ def check_store_values(tensors: StoreTensors) -> None:
 
 
 def check_block_values(blocks: BlockLists | None) -> None:
-    """The values of the lists of a block-sparse call. A block behind the last key is allowed, and has no keys."""
+    """Check the values of the lists of a block-sparse call. A block past the last key is allowed, and has no keys."""
     if blocks is None:
         return
     names = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
@@ -116,7 +117,7 @@ def check_block_values(blocks: BlockLists | None) -> None:
 
 
 def _check_starts(name: str, starts: Tensor, rows_name: str, rows: Tensor, max_name: str, longest: int) -> Tensor:
-    """Where packed sequences begin -> their lengths."""
+    """Check where packed sequences begin -> their lengths."""
     values = _values(starts)
     lengths = values.diff()
     if values[0] != 0:

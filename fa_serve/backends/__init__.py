@@ -1,12 +1,13 @@
 """The backends of attention, fastest first, and the choice among them.
 
-A backend is one class with the members of `Backend`: `supports(spec)` says None for yes, else the reason in words that a user
-can act on; `plan(...)` decides everything about calls that look alike and returns a function that runs them (see `plan`).
-Backends are imported when they are first considered, so a machine without Triton never imports it. The functions of
-`fa_serve.api` check what a call means (shapes, dtypes); a backend checks only what concerns itself, such as strides.
+A backend is one class with the members of `Backend`: `supports(spec)` returns None if the backend serves the spec, else the
+reason in words that a user can act on; `plan(...)` decides everything about calls that look alike and returns a function that
+runs them (see `plan`). Backends are imported when they are first considered, so a machine without Triton never imports it. The
+functions of `fa_serve.api` check what a call means (shapes, dtypes); a backend checks only what its kernels need, such as
+strides.
 
 `auto` takes the first backend that supports the spec. An explicit name never falls back to another backend. `reference` is
-chosen by its name only.
+chosen only by name.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ MAX_KEYS_PER_TILE = 128
 """The most keys of a paged cache that any kernel loads at once. Keys that share a tile with a visible key are read, although
 they are masked, so their pages must not be given to another sequence. The plans of the kernels assert this bound."""
 TREE_KEYS = 64
-"""Keys of a block of the tree that all kernels of deterministic mode follow (see `triton.tree.plan`), of heads of up to 256 in
-16 bits."""
+"""Keys per block of the tree that all kernels of deterministic mode follow (see `triton.tree.plan`), for 16-bit heads of up to
+256."""
 GROUP_KEYS = 512
-"""Keys of a group of the tree. The groups of a single sequence are programs, so shorter ones would occupy more of a GPU, and
-longer ones cost prompts less: the fold is as much work as half a block."""
+"""Keys per group of the tree. The groups of a single sequence may run as separate programs, so shorter groups would occupy
+more of the GPU. Longer groups would cost prompts less, because each group ends with a fold, as much work as half a block."""
 
 
 class Selectable(Protocol):
@@ -42,8 +43,8 @@ class Backend(Protocol):
     name:       key of the backend in the table
     mixed_rows: rows (queries times query heads per KV head) up to which this backend's decoding kernel is the faster one for a
                 sequence in a batch that mixes decoding with prompts; None if it serves no part of such batches (see `mixed`)
-    differentiable: autograd follows the plans of this backend; else gradients are computed by the op "backward", which may be
-                another backend's
+    differentiable: whether autograd differentiates the plans of this backend; if not, the op "backward" computes gradients,
+                possibly by another backend
     """
 
     name: str
@@ -55,14 +56,15 @@ class Backend(Protocol):
         ...
 
     def plan(self, spec: AttentionSpec, tensors: Any, options: AttentionOptions | None) -> Run:
-        """Decide about calls that look like this one.
+        """Make the plan for calls that look like this one.
 
         For the ops "attention" and "decode", `tensors` is an `AttentionTensors` and the plan maps an `AttentionTensors` with
         the same facts to (out, lse or None). For "store_kv" it is a `StoreTensors`, there are no options, and the plan returns
         None. For "backward" it is a `BackwardTensors`, and the plan returns `Gradients`.
 
-        A dense "decode" of one query per sequence is planned once for a cache that grows: later calls have another number of
-        keys (with the same bit length) and the strides that follow from it, each a multiple of 16 and below 2^31.
+        A dense "decode" of one query per sequence is planned once for a cache that grows. Later calls of the same plan have
+        other numbers of keys (of the same bit length) and the strides that follow from them, each a multiple of 16 and below
+        2^31.
         """
         ...
 
@@ -104,8 +106,8 @@ class BackendTable(Generic[B]):
     def select(self, spec: Any, name: str = "auto") -> B:
         """The backend for this spec.
 
-        Raises ValueError for an unknown name, and UnsupportedError with every reason when none (or not the one named) can
-        serve.
+        Raises ValueError for an unknown name, and UnsupportedError, with the reason of every backend that was considered, if
+        none of them serves the spec.
         """
         if name != "auto" and name not in self.modules:
             raise ValueError(f"backend must be 'auto' or one of {sorted(self.modules)}, got {name!r}")

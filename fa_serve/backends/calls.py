@@ -3,8 +3,8 @@
     tensors = AttentionTensors(q, k, v, cu_seqlens_q=cu_seqlens_q, keys=cu_seqlens_k)
     options = complete_options(CallOptions(causal=True), q, max_seqlen_q, max_seqlen_k)
 
-An option is a field of `CallOptions`, as its caller gave it, and a field of `AttentionOptions`, which backends read;
-`complete_options` checks the one and makes the other of it. `growing_facts` is the part of a plan's key that holds for
+`CallOptions` holds the options as the caller gave them, and `AttentionOptions` holds the options that backends read;
+`complete_options` checks the former and returns the latter. `growing_facts` is the part of a plan's key that stays the same in
 decoding, where the number of keys grows at each step. This module leaves out the table of plans (`fa_serve.launching.plans`)
 and what a backend does with a call.
 """
@@ -27,9 +27,10 @@ _FAR = 1 << 29  # a window beyond any length; kernels add lengths to it in 32 bi
 def growing_facts(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple[Any, ...] | None:
     """The facts of a dense call with one query per sequence, without the number of keys, which grows by one at each step.
 
-    The bit length of the number of keys stays, because tiles are chosen by it. So do all relations between the tensors that are
-    checked or that kernels depend on. None for few keys, which decoding kernels leave to others, and if a stride has an unusual
-    alignment or width: such a call has facts of the usual form.
+    The facts include the bit length of the number of keys, because tiles are chosen by it, and all relations between tensors
+    that are checked or that kernels depend on. Returns None for few keys, which decoding kernels leave to other kernels, for
+    inputs that need gradients, for any mask other than one bool per key, and for strides of unusual alignment or width. Such a
+    call has facts of the usual form.
     """
     k_shape = k.shape
     v_shape = v.shape
@@ -43,7 +44,7 @@ def growing_facts(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> tuple
     page_v, token_v, head_v, unit_v = v_strides
     if (page_k | token_k | head_k | page_v | token_v | head_v) & 15 or (page_k | head_k | page_v | head_v) >> 31:
         return None
-    if (token_k | token_v) >> 24:  # 128 of them, which are a tile, reach 2^31
+    if (token_k | token_v) >> 24:  # the 128 tokens of a tile would span 2^31 elements
         return None
     if keys <= FEW_QUERIES or keys != keys_v or unit_k != 1 or unit_v != 1:
         return None
@@ -68,7 +69,7 @@ def _needs_grad(*tensors: Tensor) -> bool:
 
 
 def mask_form(mask: Tensor | None) -> str:
-    """What a mask holds: "none" without one, "bool" or "float"."""
+    """The form of a mask: "none" if there is no mask, "bool" or "float"."""
     return "none" if mask is None else "bool" if mask.dtype == torch.bool else "float"
 
 
@@ -76,12 +77,13 @@ class AttentionTensors(NamedTuple):
     """The tensors of one attention call; shapes are those of `fa_serve.api` for the layout of the spec.
 
     k, v: keys and values, or the paged caches
-    keys: what says how long the keys of a sequence are: cu_seqlens_k (varlen), seqused_k (paged), or None (dense)
+    keys: the tensor that tells how many keys each sequence has: cu_seqlens_k (varlen), seqused_k (paged), or None (dense)
     out:  written in place if given, else the plan allocates it
-    lse:  written in place if given, which only `mixed` does; else the plan allocates it if the options ask for it
+    lse:  written in place if given (only `mixed` gives it); else the plan allocates it if the options ask for it
     alibi_slopes: float32, (num_heads,) or (batch, num_heads)
-    blocks: the key blocks of each block of queries. With a `mask` they were scanned from it (see `mask_blocks`): the bits of a
-          bool mask stand at the number of their key block, and the numbers of a float mask are added in partial blocks
+    blocks: the key blocks of each block of queries. If there is a `mask`, they were scanned from it (see `mask_blocks`): the
+          bits of a bool mask are stored at the number of their key block, not at its place in the list, and kernels add the
+          numbers of a float mask to the scores of partial blocks
     """
 
     q: Tensor
@@ -108,11 +110,12 @@ class AttentionTensors(NamedTuple):
 
 
 class BackwardTensors(NamedTuple):
-    """The tensors of one backward pass of a dense or packed call: its arguments, its results, and the gradients of those.
+    """The tensors of one backward pass: the arguments and results of a dense or packed call, and the gradients of the results.
 
     lse:          float32, (batch, num_heads, seqlen_q) or (num_heads, total_q)
     dout:         like out; dlse: like lse, or None if lse was not used
-    needs_dsinks: whether the gradient of `sinks` is asked for; needs_dmask: that of `mask`, which is then floating point
+    needs_dsinks: whether the gradient of `sinks` is asked for
+    needs_dmask:  whether the gradient of `mask` is asked for, which is then a float mask
     """
 
     q: Tensor
@@ -132,7 +135,7 @@ class BackwardTensors(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """What a backward pass computes, each like the tensor that it belongs to. None where it was not asked for."""
+    """The gradients that a backward pass computes, each like its tensor; None for a gradient that was not asked for."""
 
     q: Tensor
     k: Tensor
@@ -156,7 +159,8 @@ class StoreTensors(NamedTuple):
 class CallOptions(NamedTuple):
     """The options of one call of `fa_serve.api` as the caller gave them; they are a part of the key of its plan.
 
-    The operators of graphs take them in this order, with a `window_size` in two numbers, so it ends with what every call has.
+    The operators for graphs (`fa_serve.operators`) take them in this order, with `window_size` as two numbers. The options that
+    every call has come last.
     """
 
     causal: bool = False
@@ -175,14 +179,14 @@ class AttentionOptions:
     """The options of one attention call, validated and with their defaults filled in.
 
     window_size: (left, right) with causality folded in (right == 0), -1 unlimited
-    max_seqlen_q, max_seqlen_k: upper bounds of the lengths; of a dense batch, the lengths
+    max_seqlen_q, max_seqlen_k: upper bounds of the lengths; for a dense batch, the lengths themselves
     num_splits:  as in `fa_serve.attention_paged`
-    skip_q:      sequences with up to this many queries are left to another kernel, and with skip_q > 0 so are the rows behind
-                 the last sequence, see `mixed`. For the op "decode" the bound
-                 is `max_seqlen_q`: sequences with more queries are left to another kernel
+    skip_q:      sequences with up to this many queries are left to another kernel (see `mixed`), and if skip_q > 0, so are the
+                 rows past the last sequence. For the op "decode" the bound is `max_seqlen_q` instead: sequences with more
+                 queries are left to another kernel
     deterministic: as in `AttentionSpec`
-    attention_chunk: keys per chunk, 0 without chunks; window_size is (-1, 0) with them. The query at position p, counted from
-                 the sequence's first key, sees the keys from p // attention_chunk * attention_chunk to p
+    attention_chunk: keys per chunk, 0 without chunks; with chunks, window_size is (-1, 0). The query at position p, counted
+                 from the sequence's first key, sees the keys from p // attention_chunk * attention_chunk to p
     precision:   as in `fa_serve.attention`
     """
 
@@ -200,7 +204,7 @@ class AttentionOptions:
 
     @property
     def left(self) -> int:
-        """What kernels take for the left limit, which is either a window or a chunk: its length, -1 without a limit."""
+        """The left limit in the form that kernels take: the length of a chunk or of the left window, or -1 without a limit."""
         return self.attention_chunk or self.window_size[0]
 
     @property
@@ -219,8 +223,8 @@ def complete_options(
 ) -> AttentionOptions:
     """Check the options of a call, fill in their defaults, and fold causality into the window.
 
-    Raises ValueError or TypeError with the name of the option, the rule and the value. An `attention_chunk` stays as it was
-    given, see `effective_chunk`.
+    Raises ValueError or TypeError with the name of the option, the rule and the value. Does not check
+    `attention_chunk`; `effective_chunk` does.
     """
     if given.causal not in (False, True):
         raise ValueError(f"causal must be a bool, got {given.causal!r}")
@@ -252,7 +256,7 @@ def complete_options(
 
 
 def effective_chunk(attention_chunk: int, window_size: tuple[int, int], max_seqlen_k: int) -> int:
-    """Check `attention_chunk`, which is causal and excludes a window -> it, or 0 if every sequence lies in its first chunk."""
+    """Check `attention_chunk`, which needs a causal call without a window -> the chunk, or 0 if it covers every sequence."""
     if type(attention_chunk) is not int or attention_chunk < 0:
         raise ParameterError("attention_chunk", "be 0 (off) or a positive int", attention_chunk)
     if attention_chunk and window_size != (-1, 0):

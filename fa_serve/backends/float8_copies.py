@@ -1,10 +1,10 @@
-"""Which calls have float8 copies of their inputs, and how much memory a paged call takes for those of its keys and values.
+"""Which calls have float8 copies of their inputs, and how much memory the copies of keys and values of a paged call take.
 
-A backend that multiplies float8 reads copies of a cache, with other scales and with transposed values. The lengths of sequences
-are on the device, so the host allocates for the longest sequence that is possible, once for each sequence. Where that is more
-than MAX_COPY_BYTES, `fa_serve.dispatch` plans the call with products in q's dtype, whose result is more accurate. The choice
-depends on shapes and `max_seqlen_k` alone. This module leaves out the copies of dense and packed keys, which are no larger than
-the keys.
+A backend that multiplies float8 numbers reads copies of the KV cache, which have other scales and transposed values. The
+lengths of sequences are on the device, so the host allocates room for the longest possible sequence, once for each sequence. If
+that is more than MAX_COPY_BYTES, `fa_serve.dispatch` plans the call with products in q's dtype, which are more accurate. The
+choice depends only on shapes and `max_seqlen_k`. This module leaves out the copies of dense and packed keys, which are no
+larger than the keys.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch import Tensor
 from fa_serve.spec import AttentionSpec, Precision, dims, dtype_name
 
 MAX_COPY_BYTES = 1 << 30
-"""Bytes that the copies of one call may take. With 8 KV heads of 128 they hold 512k keys with "fp8", such as 64 sequences of up
-to 8k keys, and 340k with "qk8". A layer's copies are freed before the next layer's are made."""
+"""Bytes that the copies of one call may take. With 8 KV heads of 128, this is room for 512k keys with "fp8", such as 64
+sequences of up to 8k keys, and for 340k keys with "qk8". A layer's copies are freed before the next layer's are made."""
 
 
 def copied_bytes(k_cache: Tensor, v_cache: Tensor, batch: int, max_seqlen_k: int, precision: Precision) -> int:

@@ -1,4 +1,4 @@
-"""How tensors lie in memory, for what a plan decides before they exist.
+"""How tensors lie in memory: a plan decides this for tensors that do not exist yet.
 
     queries = permuted(contiguous((batch, num_heads, seqlen, dim), torch.bfloat16), 0, 2, 1, 3)
 

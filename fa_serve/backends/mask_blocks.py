@@ -1,9 +1,9 @@
 """Which masks are scanned for blocks, and the lists of the masks that were scanned last.
 
-A mask of elements is most often made of blocks that hide everything or nothing: images, prefixes, documents, padding. A scan
-finds for each block of queries the key blocks that are empty, full or mixed, and the call runs over lists of blocks (see
-`fa_serve.block_lists`), in which mixed blocks are the partial ones. The scan reads the mask once, and the layers of a forward
-pass share one mask, so its lists are kept in `SCANNED` for as long as the mask lives.
+Most blocks of an explicit mask hide everything or nothing: images, prefixes, documents, padding. For each block of queries, a
+scan finds the key blocks that are empty, full or mixed. The call then runs over lists of blocks (see `fa_serve.block_lists`),
+in which mixed blocks are the partial ones. The scan reads the mask once, and the layers of a forward pass share one mask, so
+its lists are kept in `SCANNED` while the mask lives.
 
     scanned = SCANNED.find(mask, stream) or SCANNED.keep(mask, stream, scan(mask))
 
@@ -25,7 +25,7 @@ from fa_serve.spec import AttentionSpec
 SCANNED_BLOCK = 128
 """Queries and keys per block of a scanned mask, the blocks of FlexAttention."""
 MIN_SCANNED_LENGTH = 2 * SCANNED_BLOCK
-"""A mask of fewer queries or keys has too few blocks for the two launches of a scan to gain anything."""
+"""A mask of fewer queries or keys has too few blocks for a scan to gain more than its two launches cost."""
 
 
 def cannot_scan(spec: AttentionSpec) -> str | None:
@@ -39,11 +39,11 @@ def cannot_scan(spec: AttentionSpec) -> str | None:
 
 
 class Spans(NamedTuple):
-    """Where the blocks lie that are not empty, int32 (1 or batch, heads, blocks, 2): the first of them and the last, or the
-    number of blocks and -1 if all are empty. The backward pass walks from one to the other.
+    """The first and the last block that is not empty, int32 (1 or batch, heads, blocks, 2); if all are empty, the number of
+    blocks and -1. The backward pass walks from the first to the last.
 
-    keys:    key blocks, for each block of queries
-    queries: blocks of queries, for each key block
+    keys:    the span of key blocks for each block of queries
+    queries: the span of blocks of queries for each key block
     """
 
     keys: Tensor
@@ -51,9 +51,9 @@ class Spans(NamedTuple):
 
 
 class ScannedMask:
-    """What a scan has found.
+    """The result of a scan.
 
-    lists: the blocks that are not empty, of which the mixed ones are partial
+    lists: the blocks that are not empty; mixed blocks are the partial ones
     kinds: uint8 (1 or batch, heads, query blocks, key blocks), 0 for an empty block
     """
 
@@ -64,14 +64,14 @@ class ScannedMask:
 
     @property
     def spans(self) -> Spans:
-        """They are computed once, at the first backward pass, in some small kernels of PyTorch."""
+        """Computed once, at the first backward pass, by a few small kernels of PyTorch."""
         if self._spans is None:
             self._spans = Spans(_span_of(self.kinds), _span_of(self.kinds.transpose(2, 3)))
         return self._spans
 
 
 def _span_of(kinds: Tensor) -> Tensor:
-    """The first and the last block of each row that is not empty."""
+    """The first and the last block in each row that is not empty."""
     blocks = torch.arange(kinds.shape[3], device=kinds.device, dtype=torch.int32)
     empty = kinds == 0
     first = blocks.masked_fill(empty, kinds.shape[3]).amin(-1)
@@ -79,11 +79,12 @@ def _span_of(kinds: Tensor) -> Tensor:
 
 
 class ScannedMasks:
-    """What was found in at most `room` masks, each known by the tensor that owns its memory, its view of it, and its version.
+    """The results of at most `room` scans. A mask is identified by the tensor that owns its memory, by its view of that memory,
+    and by its version.
 
-    An operation in place raises a tensor's version, and it is scanned anew. Tensors of `torch.inference_mode` have no
-    version and are scanned at each call. So are the masks of a CUDA graph while it is captured, because its replays may find
-    other numbers in them. Lists belong to the stream that they were made on.
+    An in-place operation raises a tensor's version, so the mask is scanned again. Tensors of `torch.inference_mode` have no
+    version and are scanned at each call. While a CUDA graph is captured, each call scans its mask, because replays may find
+    other numbers in it. Lists are used only on the stream on which they were made.
     """
 
     def __init__(self, room: int) -> None:
@@ -93,11 +94,11 @@ class ScannedMasks:
         return len(self._kept)
 
     def find(self, mask: Tensor, stream: int) -> ScannedMask | None:
-        """What was kept of this mask, or None."""
+        """The result that is kept for this mask, or None."""
         return self._kept.find(_owner(mask), _key(mask, stream)) if _has_version(mask) else None
 
     def keep(self, mask: Tensor, stream: int, scanned: ScannedMask) -> ScannedMask:
-        """Keep what was found until the mask is gone, or `room` others were scanned, and return it."""
+        """Keep the result until the mask is gone or `room` other masks were scanned, and return it."""
         return self._kept.keep(_owner(mask), _key(mask, stream), scanned) if _has_version(mask) else scanned
 
     def clear(self) -> None:
@@ -109,7 +110,7 @@ def _has_version(mask: Tensor) -> bool:
 
 
 def _owner(mask: Tensor) -> Tensor:
-    """A slice that each layer takes of one mask is another object; the tensor that it is a view of is the same."""
+    """The tensor whose memory the mask views. Each layer may slice one mask anew, but all these views have the same owner."""
     return mask if mask._base is None else mask._base
 
 
@@ -119,4 +120,4 @@ def _key(mask: Tensor, stream: int) -> Hashable:
 
 
 SCANNED = ScannedMasks(room=8)
-"""A model has a mask for each kind of layer, and few kinds. Bits take an eighth of the memory of a bool mask."""
+"""A model has one mask for each kind of layer, and few kinds. The bits take an eighth of the memory of a bool mask."""

@@ -1,10 +1,10 @@
 """A paged batch in which some sequences decode and others are in their prompt, each served by the kernel made for it.
 
 The lengths are on the device, so both kernels get the whole batch. The decoding kernel takes the sequences whose packed queries
-fill at most one of its shortest tiles, the forward kernel takes the longer ones, and each skips the sequences of the other.
-They write disjoint rows of the same output, one after the other on the caller's stream; the decoding kernel has
-the rows behind the last sequence as well. `fa_serve.dispatch` decides which
-batches are mixed. This module leaves out running both kernels at once.
+fill at most one of its shortest tiles, the forward kernel takes the longer ones, and each kernel skips the sequences of the
+other. They write disjoint rows of the same output, one after the other on the caller's stream; the decoding kernel also clears
+the rows past the last sequence. `fa_serve.dispatch` decides which batches are mixed. This module leaves out running both
+kernels at once.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from fa_serve.spec import AttentionSpec, Op
 
 
 def find_decoder(spec: AttentionSpec, name: str) -> Backend | None:
-    """The fastest backend whose decoding kernel serves a part of a mixed batch, or None: the other kernel takes all of it.
+    """The fastest backend whose decoding kernel serves a part of a mixed batch; None if the forward kernel takes all of it.
 
-    spec: of the sequences that decode, with the op "decode" or "tree"
+    spec: the spec of the sequences that decode, with the op "decode" or "tree"
     name: the backend that the call names, or "auto"
     """
     for candidate in ATTENTION.auto if name == "auto" else (name,):
@@ -36,11 +36,11 @@ def find_decoder(spec: AttentionSpec, name: str) -> Backend | None:
 def plan_mixed(
     decoder: Backend, forward: Backend, spec: AttentionSpec, tensors: AttentionTensors, options: AttentionOptions
 ) -> Run:
-    """Plan paged calls that look like this one, for no fixed number of splits.
+    """Plan paged calls that look like this one and that have no fixed number of splits.
 
-    decoder: the backend that serves the spec with op "decode" or, for a tree, as it is, in q's dtype; its `mixed_rows` is not
-             None
-    forward: the backend that serves the spec, which skips sequences of up to `options.skip_q` queries
+    decoder: the backend that serves the sequences that decode, in q's dtype: by the op "tree" if the spec has that op, else by
+             the op "decode". Its `mixed_rows` is not None
+    forward: the backend that serves the spec, with the option `skip_q`, by which it skips the sequences of the decoder
     """
     total_q, num_heads, _ = tensors.q.shape
     assert decoder.mixed_rows is not None

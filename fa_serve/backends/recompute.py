@@ -1,7 +1,8 @@
 """The backward pass of a backend that PyTorch differentiates: the forward pass once more, with gradients.
 
-`fa_serve.dispatch` needs none of it, because autograd follows such a backend by itself. A custom operator is opaque to autograd
-and has to compute its gradients from tensors alone; the op "backward" of these backends does it here.
+Eager calls do not need this module, because autograd differentiates such a backend by itself. But a custom operator is opaque
+to autograd and has to compute its gradients only from tensors. For this, the op "backward" of these backends runs the forward
+pass again.
 """
 
 from __future__ import annotations
@@ -17,13 +18,14 @@ from fa_serve.launching.plans import Run
 
 
 def plan_recomputed(attend: Run) -> Run:
-    """`attend` maps `AttentionTensors` to (out, lse), differentiably -> a plan that maps `BackwardTensors` to `Gradients`."""
+    """Make a plan that maps `BackwardTensors` to `Gradients` from `attend`, which maps `AttentionTensors` to (out, lse) by
+    operations that PyTorch can differentiate."""
     return partial(_differentiate, attend)
 
 
 @contextmanager
 def _recording() -> Iterator[None]:
-    """Let autograd record, also inside of a custom operator, whose body PyTorch runs below autograd."""
+    """Let autograd record, even inside a custom operator, whose body PyTorch runs with autograd's dispatch keys excluded."""
     key = torch._C.DispatchKey
     excluded = torch._C._dispatch_tls_local_exclude_set()
     for autograd in (key.AutogradFunctionality, key.AutogradOther, key.AutogradCPU, key.AutogradCUDA):

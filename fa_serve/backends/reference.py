@@ -1,4 +1,4 @@
-"""The oracle: attention as its equation reads, in plain PyTorch, on any device.
+"""The oracle: attention exactly as its equation says, in plain PyTorch, on any device.
 
     S = softmax_scale * Q K^T            softcap * tanh(S / softcap) where softcap is on
     S = S + mask - slope * |i - j|,      -inf where a key is hidden
@@ -6,7 +6,7 @@
     O = P V
 
 It computes in at least float32, and in float64 for float64 input. It is slow and holds the whole score matrix on purpose. Tests
-compare the other backends with it; the other backends never import it. It leaves out everything that is not in the equation.
+compare the other backends with it; the other backends never import it. It leaves out every optimisation.
 """
 
 from __future__ import annotations
@@ -60,13 +60,13 @@ def modified_scores(
     alibi_slopes: Tensor | None = None,
     attention_chunk: int = 0,
 ) -> Tensor:
-    """What the options make of the scaled scores (batch, heads, seqlen_q, seqlen_k), in their dtype; -inf hides a key."""
+    """Apply the options to the scaled scores (batch, heads, seqlen_q, seqlen_k), in their dtype; -inf hides a key."""
     seqlen_q, seqlen_k = s.shape[-2:]
     if softcap:
         s = softcap * torch.tanh(s / softcap)
     if mask is not None:
         hidden = ~mask if mask.dtype == torch.bool else mask == float("-inf")
-        # a score that is hidden has no gradient, and the derivative of the logarithm of a sum of nothing is NaN
+        # no gradient passes through a score that is filled; for a row without any key, the derivative of logsumexp is NaN
         s = (s if mask.dtype == torch.bool else s + mask.to(s.dtype)).masked_fill(hidden, float("-inf"))
     if alibi_slopes is not None:
         i, j = positions(seqlen_q, seqlen_k, s.device)
@@ -84,7 +84,8 @@ def attention_reference(
     sinks: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """q (batch, seqlen_q, heads, head_dim), k and v with num_kv_heads -> out like q in the computing dtype, lse (b, h, q).
+    """q (batch, seqlen_q, heads, head_dim), k and v with num_kv_heads -> out (batch, seqlen_q, heads, head_dim_v) and lse
+    (batch, heads, seqlen_q), both in the dtype of the computation.
 
     options: as `modified_scores` takes them
     """
@@ -99,8 +100,8 @@ def attention_reference(
         lse = torch.logaddexp(lse, sinks.to(dtype)[None, :, None].expand_as(lse))
     # a row that sees no key has lse -inf and P = exp(-inf - -inf), which is defined to be 0
     p = torch.exp(s - lse[..., None]).masked_fill(s == float("-inf"), 0.0)
-    # Some masks hide keys with finfo.min instead of -inf. A row of nothing but finfo.min has no room for the logarithm of a
-    # sum, so P is 1 for each of its keys; the division makes it a mean.
+    # Some masks hide keys with finfo.min instead of -inf. In a row of nothing but finfo.min, the logarithm of the sum is too
+    # small to change lse, so P is 1 for each key; the division makes the output the mean of the values.
     p = p / p.sum(dim=-1, keepdim=True).round().clamp(min=1.0)
     return (p @ v).transpose(1, 2), lse
 
@@ -109,7 +110,7 @@ _COMPUTED = frozenset({"softcap", "sinks", "alibi", "attention_chunk", "block_ma
 
 
 class ReferenceBackend:
-    """The oracle as a backend, chosen by its name only. It serves every spec."""
+    """The oracle as a backend, chosen only by name. It serves every spec."""
 
     name = "reference"
     mixed_rows: int | None = None

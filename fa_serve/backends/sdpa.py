@@ -1,11 +1,11 @@
 """Attention through PyTorch's fused operators: for a CPU, and for any device or option that the kernels do not serve.
 
-On a CPU it calls the operator below scaled_dot_product_attention directly, because that operator also returns the log-sum-exp.
-With it, sinks cost one multiplication and lse costs nothing. Where a mask is needed (bottom-right causality with unequal
-lengths, windows, explicit masks), the queries are cut into row chunks, and each row chunk sees only the keys that its rows can
-reach, so memory stays linear in the sequence length. No fused operator has softcap, and those of a GPU add to gradients in any
-order. So calls with a softcap, or whose gradients have to repeat, are computed with the scores in memory, row chunk by row
-chunk. A block_mask is expanded to a mask of every query and key.
+On a CPU it directly calls the operator that scaled_dot_product_attention would call, because that operator also returns the
+log-sum-exp: lse then costs nothing, and sinks cost one multiplication. Where a mask is needed (bottom-right causality with
+unequal lengths, windows, explicit masks), the queries are cut into row chunks, and each row chunk sees only the keys that its
+rows can reach, so memory stays linear in the sequence length. No fused operator has softcap, and the fused operators of
+a GPU add up gradients in an order that varies. So calls with a softcap, and calls whose gradients have to be reproducible, are
+computed with the scores in memory, row chunk by row chunk. A block_mask is expanded to a mask of every query and key.
 
 Everything here is differentiable. This module leaves out CUDA graphs (the host reads lengths) and speed on GPUs.
 """
@@ -69,7 +69,7 @@ def _dense(options: AttentionOptions, t: AttentionTensors) -> tuple[Tensor, Tens
 
 
 def _connected(result: Tensor, lse: Tensor | None, t: AttentionTensors) -> tuple[Tensor, Tensor | None]:
-    """Results that can be differentiated if an input can. Without queries or keys, gradients are zeros."""
+    """The results, connected to the inputs that need gradients. Without queries or keys, these gradients are zeros."""
     inputs = [x for x in (t.q, t.k, t.v) if x.requires_grad]
     if result.requires_grad or not inputs or not torch.is_grad_enabled():
         return result, lse
@@ -119,7 +119,7 @@ def _paged(options: AttentionOptions, t: AttentionTensors) -> tuple[Tensor, Tens
 
 
 def _by_query(options: AttentionOptions, t: AttentionTensors) -> tuple[Tensor, Tensor | None]:
-    """Paged attention in which each query is computed alone, as the last one of its keys."""
+    """Paged attention in which each query is computed by itself, over the keys up to its position if the call is causal."""
     assert t.cu_seqlens_q is not None
     assert t.keys is not None
     assert t.block_table is not None
@@ -152,10 +152,10 @@ _ATTENTION = {"dense": _dense, "varlen": _varlen, "paged": _paged}
 
 
 def _decoding_together(rows: Sequence[tuple[int, int]], lengths: Sequence[int], num_splits: int) -> list[int]:
-    """The sequences with one query that are worth one call together.
+    """The sequences with one query for which one call together costs less than a call for each.
 
-    They are padded to the longest of them, which may cost more than a call for each. With a fixed number of splits, the result
-    of a sequence must not depend on the others, so each has its own call.
+    Together they are padded to the longest of them, which may cost more. With a fixed number of splits, the result of a
+    sequence must not depend on the others, so each has a separate call.
     """
     single = [b for b, (start, end) in enumerate(rows) if end - start == 1 and lengths[b] > 0]
     longest = max((lengths[b] for b in single), default=0)
@@ -216,8 +216,8 @@ def _store_kv(tensors: StoreTensors) -> None:
 
 
 def _keys(caches: Caches, pages: Tensor, length: int, dtype: torch.dtype) -> list[Tensor]:
-    """The first `length` keys and values of the sequence in these pages, (1, length, heads, dim) each; views where pages that
-    follow each other allow it."""
+    """The first `length` keys and values of the sequence in these pages, (1, length, heads, dim) each; views if the pages
+    follow one another in the cache."""
     numbers = pages.tolist()[: -(-length // caches[0][0].shape[1])]
     in_a_row = numbers and numbers == list(range(numbers[0], numbers[0] + len(numbers)))
     index: Any = slice(numbers[0], numbers[-1] + 1) if in_a_row else pages[: len(numbers)]
@@ -232,7 +232,7 @@ def _read(cache: Tensor, index: tuple[Any, ...], descale: Tensor | None, dtype: 
 
 
 def _without_keys(q: Tensor, head_dim_v: int, return_lse: bool) -> tuple[Tensor, Tensor | None]:
-    """out and lse of packed queries that see no key, such as rows behind the last sequence."""
+    """out and lse of packed queries that see no key, such as rows past the last sequence."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     lse = q.new_full((q.shape[1], q.shape[0]), _NEG_INF, dtype=dtype) if return_lse else None
     return q.new_zeros(*q.shape[:2], head_dim_v), lse
@@ -270,7 +270,7 @@ def _attend(
     implicit = left < 0 and (right < 0 or (right == 0 and offset == 0)) and not chunk and alibi_slopes is None
     forms_scores = options.softcap or _adds_in_any_order(q, options)
     if implicit and (mask is None or right < 0) and (not forms_scores or seqlen_q <= CHUNK):
-        # torch keeps no score matrix here either, so one call does
+        # one call is enough: it holds no score matrix, or only that of one row chunk
         bias = None if mask is None else _as_bias(mask, q)
         out, one_lse = _one_call(q, k, v, options, right == 0, sinks, bias)
         return out.transpose(1, 2), one_lse
@@ -293,7 +293,7 @@ def _attend(
         bias = _as_bias(keep[None, None], q)
         if mask is not None:
             bias = bias + _as_bias(_slice(_slice(mask, 2, start, end), 3, first, last), q)
-        if alibi_slopes is not None:  # at least float32, because a bias in 16 bits has lost the distances
+        if alibi_slopes is not None:  # at least float32, because 16 bits are too few for large distances
             slopes = alibi_slopes.to(torch.promote_types(q.dtype, torch.float32)).view(-1, q.shape[1], 1, 1)
             bias = bias - slopes * (i - j).abs()
         o, o_lse = _one_call(q[:, :, start:end], k[:, :, first:last], v[:, :, first:last], options, False, sinks, bias)
@@ -343,12 +343,12 @@ def _one_call(
     exact_bias = bias is not None and bias.dtype != q.dtype
     forms_scores = options.softcap or bias_grad or _adds_in_any_order(q, options)
     if forms_scores or ((uses_lse or exact_bias) and (wants_grad or q.device.type != "cpu")):
-        # No fused operator has softcap, or gradients of a mask or through lse. Only the CPU's operator returns lse, and takes a
-        # bias of another dtype.
+        # No fused operator has softcap, or computes gradients of a mask or through lse. Only the CPU's operator returns lse and
+        # takes a bias whose dtype is not q's.
         out, lse = _with_scores(q, k, v, scale, causal, options.softcap, bias)
     elif q.device.type == "cpu":
         if wants_grad and q.dtype.itemsize == 2 and k.shape[1] < q.shape[1]:
-            # The operator adds the gradients of query heads that share keys in q's dtype. Autograd adds them in float32.
+            # Where query heads share keys, the operator adds up their gradients in q's dtype. Autograd adds them in float32.
             k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         out, lse = _fused_cpu(q, k, v, scale, causal, bias)
     else:
@@ -369,7 +369,7 @@ def _one_call(
 
 
 def _adds_in_any_order(q: Tensor, options: AttentionOptions) -> bool:
-    """Whether gradients have to repeat, and those of the device's fused operators would not."""
+    """Whether gradients have to be reproducible, and those of the device's fused operators would not be."""
     return options.deterministic and q.device.type != "cpu"
 
 

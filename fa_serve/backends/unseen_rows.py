@@ -3,7 +3,7 @@
     without_keys(out, lse, sinks, cu_seqlens_q)
 
 The rule for every backend is in `fa_serve.api`: out is 0, and lse is the sink, or -inf without sinks. Rows of packed queries
-that belong to no sequence have no sink, so their lse is -inf. Kernels follow the rule for the rows behind the last sequence by
+that belong to no sequence have no sink, so their lse is -inf. Kernels apply the rule to the rows past the last sequence with
 `triton.primitives.clear_rows`. This module leaves out kernels.
 """
 

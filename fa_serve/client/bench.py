@@ -4,8 +4,8 @@
 
 Prompts are random token ids, so no server can answer from a cache, and answers have a fixed length. Requests arrive as a
 Poisson process (`rate`), or as soon as `concurrency` allows. `client_busy` in the report is the fraction of the time in which
-the client's process was busy. Near 1 the figures are those of the client, not of the server; more `processes` help. The meaning
-of the figures is described in docs/serving.md (Sizing).
+the client's process was busy. Near 1 the figures measure the client, not the server; more `processes` help. The meaning of the
+figures is described in docs/serving.md (Sizing).
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Load:
     rate:          requests per second, as a Poisson process; None starts each request as soon as concurrency allows
     prompt_tokens: tokens of each prompt, drawn from the token ids `ids[0]` to `ids[1] - 1`
     output_tokens: tokens of each answer
-    spread:        0 gives all requests these lengths; 0.8 draws each from 0.2 to 1.8 of them, uniformly
-    seed:          of prompts and arrivals
+    spread:        0 gives all requests these lengths; 0.8 draws each length uniformly from 0.2 to 1.8 times these
+    seed:          seed of prompts and arrivals
     processes:     processes of the client, which share requests, concurrency and rate
     """
 

@@ -1,8 +1,8 @@
 """The report of `fa-serve bench`: latencies, throughput and errors, as a dictionary for JSON, a table and a plot.
 
-Times are in milliseconds: `ttft_ms` until the first token, `tpot_ms` per token after it as the mean of a request, `itl_ms`
-between two tokens, `e2e_ms` for the whole request. `goodput_per_s` is the rate of requests whose first token came within 200 ms
-and whose time per token was within 25 ms.
+Times are in milliseconds: `ttft_ms` until the first token, `tpot_ms` per later token as the mean of a request, `itl_ms` between
+two tokens, `e2e_ms` for the whole request. `goodput_per_s` is the rate of requests whose first token arrived within 200 ms and
+whose time per token was within 25 ms.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def print_report(report: Mapping[str, Any], console: Console) -> None:
 
 
 def plot(report: Mapping[str, Any], width: int, *, blocks: bool = True) -> list[str]:
-    """The quantiles as bars, one in each line of at most `width` columns. A latency's longest bar is its last quantile.
+    """The quantiles as bars, one in each line of at most `width` columns. The longest bar of a latency is its last quantile.
 
     blocks: draw with eighths of a column, which need Unicode; without, with whole columns of #
     """

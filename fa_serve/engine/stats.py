@@ -1,4 +1,4 @@
-"""What the engine counts: one plain snapshot, which crosses from the worker to the server after each step."""
+"""What the engine counts: one plain snapshot, which the worker sends to the server after each step."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ if TYPE_CHECKING:
     from fa_serve.engine.scheduler.sequence import SequenceState
 
 STEP_SECONDS = (0.0005, 0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512, 1.0, 2.0, 4.0, 8.0, 16.0)
-"""Bounds of the histograms of steps and of what waits for them."""
+"""Bounds of the histograms of the times of steps, and of how late the server's event loop is."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
     """How long steps have taken.
 
-    counts: how many took up to each of STEP_SECONDS and above the bound before, and at the end how many took longer
+    counts: for each of STEP_SECONDS, how many steps took at most this time and more than the bound before it; then how many
+            took longer than all bounds
     total:  seconds of all steps
     """
 
@@ -29,7 +30,7 @@ class StepStats:
     total: float = 0.0
 
     def plus(self, seconds: float) -> StepStats:
-        """The same with one more step."""
+        """These numbers with one more step."""
         size = bisect_left(STEP_SECONDS, seconds)
         counts = (*self.counts[:size], self.counts[size] + 1, *self.counts[size + 1 :])
         return StepStats(counts, self.total + seconds)
@@ -42,20 +43,20 @@ class EngineStats:
     num_running, num_waiting: sequences with and without a slot
     num_pages:         pages of the KV cache
     num_pages_used:    pages that sequences hold; those that only the prefix cache keeps are not counted
-    num_states:        states of sequences that the memory holds; 0 for a model that keeps none
+    num_states:        states of sequences that the device has memory for; 0 for a model that keeps none
     num_states_used:   states that sequences hold
     num_states_kept:   states that a later sequence could start from
     num_steps:         launched steps
     num_prompt_tokens: prompt tokens of sequences that have given a first token
-    num_cached_tokens: those of them whose keys and values came from the prefix cache
+    num_cached_tokens: how many of these prompt tokens had their keys and values in the prefix cache
     num_output_tokens: sampled tokens
     num_preemptions:   how often a sequence lost its pages to another one
     num_late_compilations: kernels that were compiled, or loaded from the cache on disk, while a request waited or ran
     num_late_captures: CUDA graphs that were captured while a request waited or ran
     speculation:       drafts, and how many of them were right
-    host_tier:         what the host keeps of the KV cache; None without a host tier
+    host_tier:         what the host tier of the KV cache has done; None without a host tier
     weight_version:    how often the weights have been changed
-    steps:             how long the steps of the engine's loop have taken, with their outputs; not counted offline
+    steps:             how long the steps of the engine loop have taken, including their outputs; not counted offline
     """
 
     num_running: int
@@ -80,7 +81,7 @@ class EngineStats:
 
 @dataclass(slots=True)
 class Counters:
-    """What an engine counts itself. The fields are those of `EngineStats`."""
+    """The counters that the engine itself keeps. The fields are those of `EngineStats`."""
 
     num_steps: int = 0
     num_prompt_tokens: int = 0

@@ -1,7 +1,7 @@
-"""What an engine has decided beside the values in its config, for people: `engine.summary`, which a server prints and serves.
+"""Decisions of an engine that its config does not hold, for people: `engine.summary`, which a server prints and serves.
 
-It crosses the pipe of the engine's process. Left out: the config, whose fields hold no "auto" any more, and how each decision
-is made, which its module says.
+It is sent through the pipe of the engine's process. Left out: the decisions that replace "auto" and None in the config, and how
+each decision is made, which the module that makes it says.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 class EngineSummary:
     """
     device:      name of the device
-    attention:   the backends of attention, by kind of step: of its layers, the most frequent one first
-    cache_bytes: of the KV cache, with the states
+    attention:   for each kind of step, the attention backends of the layers, the most frequent backend first
+    cache_bytes: bytes of the KV cache, including states
     graphs:      whether steps replay CUDA graphs
     fuses:       whether layers are computed by fused kernels where that is possible
     images:      why the model takes no images; None if it takes them

@@ -23,8 +23,9 @@
 Tensors have flash-attn's layouts, and results have its shapes. An argument that the kernels cannot honour raises ParameterError
 with the argument's name. Gradients are those of `fa_serve.attention` and `fa_serve.attention_varlen`.
 
-Left out: dropout, `qv`, float8 queries, `attention_chunk`, functions inside a kernel (`score_mod`, `mask_mod`), and everything
-of flash-attn that is not attention, such as its layers, losses and models.
+Left out: dropout, `qv`, float8 queries, `attention_chunk` in calls that are not causal or have a window on the left, functions
+inside a kernel (`score_mod`, `mask_mod`), and everything of flash-attn that is not attention, such as its layers, losses and
+models.
 """
 
 from fa_serve.flash_attn.flash_attn_interface import (

@@ -33,7 +33,7 @@ def softmax_arguments(
 
     window_size:  (left, right), negative numbers are unlimited; softcap: off unless it is positive
     alibi_slopes: (num_heads,) or (batch, num_heads), float32; sinks: (num_heads,)
-    attention_chunk: keys of a chunk, 0 is off; refused unless the call is causal without a window
+    attention_chunk: keys per chunk, 0 is off; refused unless the call is causal and has no window on the left
     """
     if window_size is not UNLIMITED:
         left, right = window_size

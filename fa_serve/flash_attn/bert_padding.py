@@ -20,7 +20,7 @@ def index_first_axis(input: Tensor, indices: Tensor) -> Tensor:
 
 
 def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
-    """Rows put into zeros: values (n, ...), indices (n,) -> (first_axis_dim, ...)."""
+    """Put rows into a tensor of zeros: values (n, ...), indices (n,) -> (first_axis_dim, ...)."""
     result = values.new_zeros(first_axis_dim, *values.shape[1:])
     return result.index_put((indices,), values)
 
@@ -45,7 +45,7 @@ def unpad_input(hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tens
 def unpad_input_for_concatenated_sequences(
     hidden_states: Tensor, attention_mask_in_length: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, int]:
-    """Remove padding behind rows that hold several sequences each.
+    """Remove the padding at the end of rows that hold several sequences each.
 
     hidden_states:            (batch, seqlen, ...)
     attention_mask_in_length: (batch, seqlen), int: the lengths of the sequences of each row in order, then zeros

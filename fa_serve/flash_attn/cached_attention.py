@@ -3,10 +3,10 @@
     out, lse = attend_cache(q, k_cache, v_cache, k, v, cache_seqlens=lengths, options=options)
 
 A contiguous cache (batch, seqlen, heads, dim) is a paged cache with one page per sequence, so that every call becomes
-`fa_serve.store_kv` and `fa_serve.attention_paged`. Sequences that begin behind the start of their cache (`cache_leftpad`) are
+`fa_serve.store_kv` and `fa_serve.attention_paged`. Sequences that begin after the start of their cache (`cache_leftpad`) are
 read as pages of one token. The host reads nothing from the device, so a call can be captured in a CUDA graph.
 
-Left out: float8 queries, and arguments of a softmax, which the callers translate.
+Left out: float8 queries, and the softmax arguments, which the callers translate.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def attend_cache(
     num_splits: int = 0,
     return_lse: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Append, rotate and attend; the arguments are those of both `flash_attn_with_kvcache`.
+    """Append, rotate and attend, with the arguments of FlashAttention-2's and FlashAttention-3's `flash_attn_with_kvcache`.
 
     q:    (batch, seqlen_q, heads, dim), or (total_q, heads, dim) with `cu_seqlens_q` and `max_seqlen_q`
     k, v: (batch, seqlen_new, kv_heads, dim), or (total_new, kv_heads, dim) with `cu_seqlens_k_new`
@@ -105,12 +105,12 @@ def as_batch(out: Tensor, lse: Tensor | None, batch: int, seqlen: int) -> tuple[
 
 
 def packed_lengths(cu_seqlens: Tensor) -> Tensor:
-    """(batch,) of (batch + 1,)."""
+    """The lengths (batch,) of packed sequences with these cu_seqlens (batch + 1,)."""
     return cu_seqlens[1:] - cu_seqlens[:-1]
 
 
 def _check(given: dict[str, Any], rotary: Rotary | None) -> None:
-    """What flash-attn checks before it looks at a tensor; `given` holds arguments of `attend_cache` by name."""
+    """The checks that flash-attn makes before it looks at a tensor; `given` holds arguments of `attend_cache` by name."""
     for one, other in (("k", "v"), ("v", "k"), ("cu_seqlens_k_new", "k"), ("cu_seqlens_q", "max_seqlen_q")):
         if given[one] is not None and given[other] is None:
             raise ParameterError(other, f"be given with {one}", None)
@@ -130,13 +130,13 @@ def _table(batch: int, k_cache: Tensor, cache_batch_idx: Tensor | None, block_ta
 
 
 def _lengths(cache_seqlens: int | None, batch: int, table: Tensor, k_cache: Tensor) -> Tensor:
-    """(batch,), int32: the keys in the cache before the call, as many for each sequence; None for a full cache."""
+    """(batch,), int32: the number of keys in the cache before the call, the same for all sequences; None is a full cache."""
     length = table.shape[1] * k_cache.shape[1] if cache_seqlens is None else cache_seqlens
     return torch.full((batch,), length, dtype=torch.int32, device=k_cache.device)
 
 
 def _query_positions(q: Tensor, offsets: Tensor, cu_seqlens: Tensor | None, moves: bool) -> Tensor:
-    """The position of each row of q: its place behind the offset, or the offset alone if no mask tells the rows apart."""
+    """The position of each row of q: the offset plus its place, or only the offset if no mask distinguishes the rows."""
     if moves:
         return row_positions(q, offsets, cu_seqlens)
     if cu_seqlens is None:
@@ -145,7 +145,7 @@ def _query_positions(q: Tensor, offsets: Tensor, cu_seqlens: Tensor | None, move
 
 
 def _slots(k: Tensor, lengths: Tensor, table: Tensor, page_size: int, cu_seqlens: Tensor | None) -> Tensor:
-    """Where each row of k goes: page * page_size + position in the page, int64; -1 for a row behind the end of the cache."""
+    """Where each row of k goes: page * page_size + position in the page, int64; -1 for a row past the end of the cache."""
     position = row_positions(k, lengths, cu_seqlens)
     fits = position < table.shape[1] * page_size
     if cu_seqlens is None:
@@ -160,7 +160,7 @@ def _slots(k: Tensor, lengths: Tensor, table: Tensor, page_size: int, cu_seqlens
 def _token_pages(table: Tensor, leftpad: Tensor, k_cache: Tensor, v_cache: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The table and the caches as pages of one token, where the first page of a sequence is its first key."""
     page_size = k_cache.shape[1]
-    tokens = [divmod(cache.stride(0), cache.stride(1)) for cache in (k_cache, v_cache)]  # between the starts of two pages
+    tokens = [divmod(cache.stride(0), cache.stride(1)) for cache in (k_cache, v_cache)]  # from page to page
     if tokens[0] != tokens[1] or tokens[0][1]:
         strides = (k_cache.stride(), v_cache.stride())
         refuse("cache_leftpad", "be None for caches whose pages are not the same whole number of tokens apart", strides)
@@ -181,7 +181,7 @@ _STARTS: dict[tuple[int, int, torch.device], Tensor] = {}
 
 
 def even_starts(batch: int, seqlen: int, device: torch.device) -> Tensor:
-    """cu_seqlens of sequences of one length. What a capture allocates is filled at its replay only, and is not kept."""
+    """cu_seqlens of sequences of one length. A tensor allocated in a capture is filled only by a replay, so it is not kept."""
     key = (batch, seqlen, device)
     starts = _STARTS.get(key)
     if starts is not None:

@@ -6,17 +6,17 @@
 
 Every function returns (out, lse). The lse is None unless `return_lse` is set.
 
-Arguments that both attention functions share, beside those of `fa_serve.flash_attn.flash_attn_interface`:
+Arguments that both attention functions share, in addition to those of `fa_serve.flash_attn.flash_attn_interface`:
 
-    window_size:    (left, right), None unlimited. Two negative numbers are unlimited too; one alone is refused
+    window_size:    (left, right), None unlimited. Two negative numbers are unlimited too; a single negative number is refused
     learnable_sink: (num_heads,): one more logit per head in the denominator of the softmax
     num_splits:     parts of each sequence's keys in a cache, 0 lets a heuristic choose. Other calls do not split the keys
     pack_gqa:       has no effect: the kernels choose
     qv, gather_kv_indices, score_mod, score_mod_bwd, mask_mod, aux_tensors, aux_scalars, block_sparse_tensors,
     block_sparse_tensors_bwd, gather_bwd_recompute_p, gather_bwd_token_chunk: must have their defaults
 
-Differences from FlashAttention-4: its lse is also returned for tensors that require gradients, and where k and v are one tensor
-with a head_dim of 512, it has the heads last.
+Differences from FlashAttention-4: FlashAttention-4 also returns the lse for tensors that require gradients, and its lse has the
+heads last where k and v are one tensor with a head_dim of 512.
 """
 
 from __future__ import annotations
@@ -159,8 +159,8 @@ def flash_attn_varlen_func(
     k:            (total_k, num_kv_heads, head_dim) with `cu_seqlens_k`, (num_pages, page_size, num_kv_heads, head_dim) with
                   `page_table`, else (batch, seqlen_k, num_kv_heads, head_dim); v: the same with head_dim_v
     cu_seqlens_*: (batch + 1,), int32: where each sequence begins
-    max_seqlen_*: upper bounds; without one, all rows of a packed tensor
-    seqused_*:    (batch,), int32: how many rows of each sequence are used, from its first one on. Other rows of `out` are 0,
+    max_seqlen_*: upper bounds; None: the number of rows of the packed tensor
+    seqused_*:    (batch,), int32: how many rows of each sequence are used, from its first row on. Other rows of `out` are 0,
                   and their lse is -inf
     page_table:   (batch, max_pages), int32: the pages of each sequence, of any size. Such a call has no gradients
     min_seqlen_k, scheduler_metadata, seqlen_k_per_split, disable_scheduler_metadata: have no effect
@@ -214,10 +214,10 @@ def flash_attn_combine(
     out_partial: (num_splits, batch, seqlen, num_heads, head_dim), or (num_splits, total_q, num_heads, head_dim) of packed rows
     lse_partial: (num_splits, batch, seqlen, num_heads), or (num_splits, total_q, num_heads)
     cu_seqlens:  (batch + 1,), int32: where each packed sequence begins
-    seqused:     (batch,), int32: how many rows of each sequence are used. Other rows of `out` are 0, and their lse is -inf; so
-                 are packed rows behind the last sequence
+    seqused:     (batch,), int32: how many rows of each sequence are used. Other rows of `out`, and packed rows after the last
+                 sequence, are 0, and their lse is -inf
     virtual_batch_idx: must be None
-    Returns out in `out_dtype`, and lse, of the shapes without num_splits.
+    Returns out in `out_dtype`, and lse, with the shapes above without num_splits.
     """
     refuse_tensor("virtual_batch_idx", "all sequences are merged together, in no order", virtual_batch_idx)
     merged, lse = merge_parts(out_partial, lse_partial, None, out_dtype)
@@ -247,7 +247,7 @@ def _attend(
     options: dict[str, Any],
     return_lse: bool,
 ) -> Attended:
-    """out (total_q, num_heads, head_dim_v), and lse (num_heads, total_q) or None. Pairs are of queries and of keys."""
+    """-> out (total_q, num_heads, head_dim_v), and lse (num_heads, total_q) or None. Pairs are for (queries, keys)."""
     seqused_q, seqused_k = seqused
     rows, starts_q, longest_q = _packed(q, cu_seqlens[0], max_seqlens[0])
     differentiable = _needs_gradients(q, k, v, options.get("sinks"))
@@ -289,7 +289,7 @@ def _refuse_unknown(q: Tensor, **given: Any) -> None:
 def _options(
     softmax_scale: float | None, causal: bool, window_size: Window, softcap: float, learnable_sink: Tensor | None
 ) -> dict[str, Any]:
-    """`softmax_arguments` of a window in which None is unlimited."""
+    """`softmax_arguments` for a window in which None means unlimited."""
     left, right = window_size
     bounds = [bound for bound in (left, 0 if causal else right) if bound is not None]
     if left is not None and right is not None and max(left, right) < 0:

@@ -13,11 +13,11 @@ Arguments that all functions share:
     softcap:           off unless it is positive
     alibi_slopes:      (num_heads,) or (batch, num_heads), float32
     deterministic:     equal calls have equal gradients in every bit. The forward pass is deterministic in any case
-    return_attn_probs: returns (out, softmax_lse, probabilities). The probabilities are an empty tensor, as those of flash-attn
-                       are without dropout
+    return_attn_probs: returns (out, softmax_lse, probabilities). The probabilities are an empty tensor, as in flash-attn
+                       without dropout
 
 Differences from flash-attn: float32 is allowed, head_dim may be any number, a page may have any size, and the lse of a row that
-sees no key is -inf. With alibi_slopes, the lse is that of the bias -slope * |i + seqlen_k - seqlen_q - j|. In causal calls
+sees no key is -inf. With alibi_slopes, the lse belongs to the bias -slope * |i + seqlen_k - seqlen_q - j|. In causal calls
 flash-attn adds slope * j instead, which gives the same probabilities and an lse that is larger by
 slope * (i + seqlen_k - seqlen_q).
 

@@ -4,13 +4,13 @@
     out = flash_attn_varlen_func(q, k, v, cu_q, cu_k, max_seqlen_q, max_seqlen_k, seqused_k=lengths)
     out = flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=lengths, page_table=pages, causal=True)
 
-Arguments that all functions share, beside those of `fa_serve.flash_attn.flash_attn_interface`:
+Arguments that all functions share, in addition to those of `fa_serve.flash_attn.flash_attn_interface`:
 
     qv:                must be None
     q_descale:         must be None: queries are float16, bfloat16 or float32
     k_descale, v_descale: must be None, except for a float8 cache of `flash_attn_with_kvcache`
     attention_chunk:   c cuts the keys of each sequence into chunks of c, the first of which begins at its first key. A query
-                       sees the keys of its chunk; refused unless the call is causal, without a window on the left
+                       sees only the keys of its chunk; refused unless the call is causal and has no window on the left
     num_splits:        parts of each sequence's keys in `flash_attn_with_kvcache`, 0 lets a heuristic choose. The other
                        functions do not split the keys
     pack_gqa, sm_margin, scheduler_metadata: have no effect: the kernels choose their own schedule
@@ -134,7 +134,7 @@ def flash_attn_varlen_func(
 
     q: (total_q, num_heads, head_dim); k: (total_k, num_kv_heads, head_dim); v: the same with head_dim_v
     cu_seqlens_*: (batch + 1,), int32: where each sequence begins
-    seqused_*:    (batch,), int32: how many rows of each sequence are used, from its first one on. Other rows of `out` are 0,
+    seqused_*:    (batch,), int32: how many rows of each sequence are used, from its first row on. Other rows of `out` are 0,
                   and their lse is -inf
     Returns out (total_q, num_heads, head_dim_v), or (out, softmax_lse (num_heads, total_q)).
     """
@@ -197,7 +197,7 @@ def flash_attn_with_kvcache(
     cu_seqlens_q:     (batch + 1,), int32; needs `max_seqlen_q`, an upper bound on the host
     cu_seqlens_k_new: (batch + 1,), int32
     rotary_seqlens:   (batch,), int32: the position of the first rotated row, instead of `cache_seqlens`
-    k_descale, v_descale: (num_kv_heads,) or that expanded to (batch, num_kv_heads), float32, for a float8 cache
+    k_descale, v_descale: (num_kv_heads,), or expanded to (batch, num_kv_heads), float32, for a float8 cache
     Returns out like q with head_dim_v, or (out, softmax_lse). The lse is (batch, num_heads, seqlen_q), or (num_heads, total_q)
     for a packed q.
     """

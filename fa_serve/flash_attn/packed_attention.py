@@ -1,8 +1,8 @@
-"""Attention over packed sequences as flash-attn defines it: `seqused_q` and `seqused_k` say how many rows of each are used.
+"""Attention over packed sequences as flash-attn defines it: `seqused_q` and `seqused_k` count the used rows of each sequence.
 
     out, lse = attend_packed(q, k, v, cu_seqlens_q=starts, cu_seqlens_k=starts, seqused_k=lengths, options=options, ...)
 
-Everything is differentiable. Left out: keys in a cache (`cached_attention`), and the arguments of a softmax, which the callers
+Everything is differentiable. Left out: keys in a cache (`cached_attention`), and the softmax arguments, which the callers
 translate.
 """
 

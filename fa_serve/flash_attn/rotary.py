@@ -50,7 +50,7 @@ def apply_rotary(
     inplace: bool = False,
     conjugate: bool = False,
 ) -> Tensor:
-    """`apply_rotary_emb` as flash-attn's `ops.triton.rotary` has it; `conjugate` rotates back."""
+    """`apply_rotary_emb` with the signature of flash-attn's `ops.triton.rotary`; `conjugate` rotates back."""
     sin = -sin if conjugate else sin
     return apply_rotary_emb(x, cos, sin, interleaved, inplace, seqlen_offsets, cu_seqlens, max_seqlen)
 
@@ -66,13 +66,13 @@ def row_positions(x: Tensor, offsets: int | Tensor, cu_seqlens: Tensor | None) -
 
 
 def sequence_of_rows(x: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """The sequence that each row of x (total, ...) belongs to, (total,); rows behind the last sequence count as part of it."""
+    """The sequence that each row of x (total, ...) belongs to, (total,); rows after the last sequence count as part of it."""
     row = torch.arange(x.shape[0], dtype=cu_seqlens.dtype, device=x.device)
     return torch.searchsorted(cu_seqlens[1:-1].contiguous(), row, right=True)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, interleaved: bool) -> Tensor:
-    """Rotate x (..., seqlen, heads, head_dim) at positions (..., seqlen), which are clamped to those that cos and sin have."""
+    """Rotate x (..., seqlen, heads, head_dim) at positions (..., seqlen), which are clamped to the rows of cos and sin."""
     width = 2 * cos.shape[-1]
     wide = torch.promote_types(x.dtype, torch.float32)
     positions = positions.clamp(max=cos.shape[0] - 1)

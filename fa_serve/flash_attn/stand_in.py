@@ -1,11 +1,11 @@
-"""install(): `import flash_attn` gives this package, for code that cannot be changed.
+"""install(): makes `import flash_attn` import this package, for code that cannot be changed.
 
     import fa_serve.flash_attn
     fa_serve.flash_attn.install()
     from transformers import AutoModelForCausalLM        # attn_implementation="flash_attention_2" is available now
 
-Other packages find flash-attn in three ways, and each of them is answered: by importing it, by `importlib.util.find_spec`, and
-by `importlib.metadata`. Nothing is written to disk, and nothing holds beyond the process.
+Other packages look for flash-attn in three ways, and install() makes all of them work: by importing it, by
+`importlib.util.find_spec`, and by `importlib.metadata`. Nothing is written to disk, and other processes are not affected.
 
 Left out: modules of flash-attn that are not attention. Importing one raises ModuleNotFoundError.
 """
@@ -53,13 +53,13 @@ DISTRIBUTIONS = {
     "flash-attn-3": ("3.0.0", ("flash_attn_interface", "flash_attn_3")),
     "flash-attn-4": (VERSION_4, ("flash_attn",)),
 }
-"""Installed packages as `importlib.metadata` is to report them: version, and the names that are imported."""
+"""The packages that `importlib.metadata` reports as installed: version, and the names that are imported."""
 
 
 def install() -> None:
     """Make `flash_attn`, `flash_attn_interface` and `flash_attn_3` names of this package's modules, in this process.
 
-    A repeated call changes nothing. transformers reads the list of installed packages once, when it is imported: call this
+    A repeated call changes nothing. transformers reads the list of installed packages once, when it is imported: call install()
     before.
 
     Raises FaServeError if another flash-attn has been imported already.

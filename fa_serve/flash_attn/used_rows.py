@@ -3,8 +3,8 @@
     used = UsedRows.of(k, cu_seqlens_k, seqused_k)
     out = fa_serve.attention_varlen(q, used.gather(k), used.gather(v), cu_seqlens_k=used.cu_seqlens, ...)
 
-`fa_serve.attention_varlen` packs sequences without gaps, so the used rows are gathered in front. The result has as many rows as
-the input, because the host does not know how many are used; the rows behind the used ones repeat the first row. Everything is
+`fa_serve.attention_varlen` takes sequences without gaps, so the used rows are moved to the front. The result has as many rows
+as the input, because the host does not know how many are used; the rows after the used rows repeat the first row. Everything is
 differentiable, and the host reads nothing from the device.
 """
 
@@ -21,8 +21,8 @@ from fa_serve.flash_attn.rotary import sequence_of_rows
 class UsedRows(NamedTuple):
     """Where the used rows are.
 
-    source:     (total,), the given row that each gathered row is taken from
-    target:     (total,), the gathered row of each given row
+    source:     (total,), the given row from which each gathered row is taken
+    target:     (total,), the gathered row to which each given row goes; 0 for a row that is not used
     is_used:    (total,) bool, whether a given row is used
     cu_seqlens: (batch + 1,), int32, of the gathered rows
     """

@@ -1,25 +1,25 @@
-"""The adapter to transformers: `attn_implementation="fa_serve"`, `experts_implementation="fa_serve"`, and the engine's forward.
+"""The adapter to transformers: `attn_implementation="fa_serve"`, `experts_implementation="fa_serve"` and the engine's forward.
 
     import fa_serve
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="fa_serve")
 
 transformers asks an implementation for two functions. The mask function (`masks`) turns a description such as "causal, a
-window of 128, this padding" into what the attention function wants to see. The attention function (`attention`) gets query,
-key, value, that mask and the words of the model. A mask is an `ImplicitMask` if a kernel can apply it from a few numbers and
-skip the keys that no query sees. For chunks, image blocks and users' masks it is a tensor of four dimensions, which is applied
-as it is.
+window of 128, this padding" into the mask that the attention function takes. The attention function (`attention`) gets query,
+key, value, that mask and further arguments of the model. A mask is an `ImplicitMask` if a kernel can apply it from a few
+numbers and skip the keys that no query sees, as with windows, chunks, padding and packed sequences. For image blocks and users'
+masks it is a tensor of four dimensions, which is applied as it is.
 
     adapter/           attention in a model of transformers
         register       makes both functions known to transformers; `patch` switches a loaded model
-        models         says which models may come, and refuses the others when they are loaded
-        mask_patterns  recognises what a mask function of transformers stands for
+        models         decides which models fa_serve serves, and refuses the others when they are loaded
+        mask_patterns  recognises the pattern of a mask function of transformers
         masks          ImplicitMask, and the mask function
-        translate      transformers' words -> one LayerCall; the one place that knows which keys a call sees
+        translate      transformers' arguments -> one LayerCall; the one place that knows which keys a call sees
         attention      the attention function: sends a LayerCall to a kernel or to the batch that rides along
-        composites     what loads a model with towers, and which parts of it fa_serve serves
+        composites     how a model with towers is loaded, and which parts of it fa_serve serves
         paged          the engine's forward over packed tokens and a paged cache
         probe          what each layer keeps of a sequence in that forward, or why a model cannot run in it
-        step_cache     what layers with a recurrent state are given in that forward
+        step_cache     the cache that layers with a recurrent state get in that forward
         state_modules  which modules keep such a state, and how their recurrences reach `fa_serve.ops`
         indexers       which modules choose keys for a query, and how they choose from a paged cache
         short_choices  which modules choose blocks of keys, and up to which length they choose all of them
@@ -28,18 +28,18 @@ as it is.
         own_masks      models that make their masks themselves
         continuous     transformers' own continuous batching (`generate_batch`)
     surgery/           everything that replaces a module of a model
-        fuse/          decoder layers, computed by few kernels
+        fuse/          decoder layers, computed by a few kernels
         divide/        which part of each layer a rank of tensor parallelism keeps, and the division
         experts/       mixtures of experts, computed by one function
         proof.py       the one proof that a replacement computes the same
         quantised/     the layers of a quantised checkpoint, and the experts among them
     weights/           how checkpoints keep quantised weights
     latent_layers.py   which layers have latent attention, and what is cached for them
-    layer_kinds.py     few layers that stand for all layers of a model
+    layer_kinds.py     how few of a model's layers show all kinds of its layers
     hidden_states.py   reads a model's hidden states between its layers
     live_model.py      a model that is being trained in this process
     exact_forward.py   the forward of training, bit for bit what the engine computes
-    eagle3.py          a head that guesses tokens from them, imported when there is one
+    eagle3.py          a draft head that guesses tokens from hidden states; imported only if one is used
     info.py            what a model asks of attention, from its config alone
 
 Left out: dropout in attention, attention weights as an output, and caches that hold anything but keys and values.

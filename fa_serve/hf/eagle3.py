@@ -3,15 +3,16 @@
     head = load_head(folder, model)                  # raises an error that says why a head does not fit
     features = head.combine(states)                  # hidden states of three layers -> (total, hidden)
     output = head(input_ids, hidden_states=features, position_ids=positions, logits_to_keep=rows)
-    output.logits, output.hidden_states              # the latter takes the place of a feature for the next guess
+    output.logits, output.hidden_states              # the hidden states replace features in the next guess
 
 At position p the head takes the model's feature of token p and the embedding of token p + 1, and gives logits for token p + 2.
-Queries, keys and values are computed from both, side by side. Its vocabulary may be a part of the model's; other tokens have a
-logit of -inf.
+Queries, keys and values are computed from the two, concatenated. The head's vocabulary may be a part of the model's; other
+tokens have a logit of -inf.
 
 Checkpoints are those of the EAGLE authors, SpecForge, SGLang, vLLM and vLLM's speculators: tensors `fc`, `midlayer.*` or
-`layers.0.*`, `norm`, `lm_head`, `d2t` (what to add to an id of the head to get the model's id), and maybe `embed_tokens`, which
-otherwise are the model's. Left out: quantised heads, several layers, and norms before `fc`. All of these are refused.
+`layers.0.*`, `norm`, `lm_head`, `d2t` (the difference between the model's id and the head's id of a token), and maybe
+`embed_tokens`; without it, the head uses the model's embedding. Left out: quantised heads, heads with several layers, and norms
+before `fc`. All of these are refused.
 Source: Li et al. 2025, https://arxiv.org/abs/2503.01840.
 """
 
@@ -41,15 +42,15 @@ from fa_serve.hf.surgery.divide.weights import vocab_size
 from fa_serve.spec import UnsupportedModelError
 
 ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel")
-"""Names of one and the same head in configs."""
+"""The names that configs have for this one architecture."""
 IGNORED = ("t2d", "self_attn.rotary_emb.inv_freq")
-"""Tensors of checkpoints that follow from the others."""
+"""Tensors of checkpoints that are not read, because they follow from other tensors or the config."""
 
 
 class Eagle3Head(LlamaPreTrainedModel):  # type: ignore[no-untyped-call]
     """The head. `head_config` makes its config. Its embedding may be the model's.
 
-    depths: of the hidden states that it takes, as in `HiddenStateReader`
+    depths: the depths of the model's hidden states that the head takes, as in `HiddenStateReader`
     """
 
     config: LlamaConfig
@@ -58,7 +59,7 @@ class Eagle3Head(LlamaPreTrainedModel):  # type: ignore[no-untyped-call]
         super().__init__(config)
         hidden = config.hidden_size
         self.depths: tuple[int, ...] = tuple(config.depths)
-        self.embed_tokens: nn.Module = nn.Identity()  # `load_head` knows whether it is the model's
+        self.embed_tokens: nn.Module = nn.Identity()  # `load_head` sets it
         self.fc = nn.Linear(len(self.depths) * config.target_hidden_size, hidden, bias=config.fc_bias)
         self.input_layernorm = LlamaRMSNorm(hidden, eps=config.rms_norm_eps)
         self.hidden_norm = LlamaRMSNorm(hidden, eps=config.rms_norm_eps)
@@ -72,7 +73,7 @@ class Eagle3Head(LlamaPreTrainedModel):  # type: ignore[no-untyped-call]
         self.norm = LlamaRMSNorm(hidden, eps=config.rms_norm_eps)
         self.lm_head = nn.Linear(hidden, config.draft_vocab_size, bias=False)
         self.rotary_emb = LlamaRotaryEmbedding(config=config)
-        self.targets: Tensor | None  # the model's id of each id of the head; None if they are the same
+        self.targets: Tensor | None  # the model's token id for each token id of the head; None if they are the same
         self.register_buffer("targets", None, persistent=False)
 
     def combine(self, states: Sequence[Tensor]) -> Tensor:
@@ -92,10 +93,10 @@ class Eagle3Head(LlamaPreTrainedModel):  # type: ignore[no-untyped-call]
     ) -> CausalLMOutputWithPast:
         """One step of the head.
 
-        input_ids:     (1, total) int64, the tokens after those of the features
+        input_ids:     (1, total) int64: for each feature, the token after the feature's token
         hidden_states: (1, total, hidden), features or earlier outputs; zeros by default
         Returns logits (1, n, vocab) in the model's vocabulary, and as hidden_states the output before the last norm, (1, total,
-        hidden). It keeps no cache itself: `use_cache` is ignored.
+        hidden). The head keeps no cache itself: `use_cache` is ignored.
         """
         embeds = self.embed_tokens(input_ids)
         if hidden_states is None:
@@ -126,8 +127,8 @@ class Eagle3Head(LlamaPreTrainedModel):  # type: ignore[no-untyped-call]
 def load_head(folder: Path, model: PreTrainedModel) -> Eagle3Head:
     """The head in this folder, on the model's device and in its dtype.
 
-    Raises UnsupportedModelError, with the reason, for a format that is not known and for the head of another model; and what
-    reading a file raises.
+    Raises UnsupportedModelError, with the reason, for an unknown format and for the head of another model. Errors of reading a
+    file propagate.
     """
     text = model.config.get_text_config()
     if not (folder / "config.json").is_file():
@@ -154,10 +155,10 @@ def load_head(folder: Path, model: PreTrainedModel) -> Eagle3Head:
 
 
 def head_config(told: Mapping[str, Any], num_layers: int) -> LlamaConfig:
-    """The config of `Eagle3Head`: that of its layer, and depths, draft_vocab_size, target_hidden_size, norm_before_residual.
+    """The config of `Eagle3Head`: its layer's config with depths, draft_vocab_size, target_hidden_size, norm_before_residual.
 
-    told: config.json of the head; num_layers: of the model
-    Raises UnsupportedModelError for what is not known.
+    told: config.json of the head; num_layers: number of layers of the model
+    Raises UnsupportedModelError for an architecture or a value that fa_serve does not know.
     """
     named = told.get("architectures") or []
     kind = told.get("speculators_model_type")
@@ -187,8 +188,8 @@ def head_config(told: Mapping[str, Any], num_layers: int) -> LlamaConfig:
 def _depths(listed: Sequence[int] | None, eagle: Mapping[str, Any], num_layers: int) -> list[int]:
     """After how many layers of the model the head takes hidden states.
 
-    A list at the top of the config counts the layers before each state, as vLLM reads it. One in `eagle_config` does so as
-    well, unless it begins with 1: then it names layers, from 0 on, whose outputs are meant, as SGLang reads it.
+    A list at the top level of the config counts the layers before each state, as vLLM reads it. A list in `eagle_config` does
+    the same, unless it begins with 1. Then it has indices of layers, from 0 on, whose outputs are taken, as SGLang reads it.
     """
     if listed:
         return list(listed)
@@ -198,7 +199,7 @@ def _depths(listed: Sequence[int] | None, eagle: Mapping[str, Any], num_layers: 
 
 
 def _read_tensors(folder: Path) -> dict[str, Tensor]:
-    """The tensors of a checkpoint by the names of `Eagle3Head`."""
+    """The tensors of a checkpoint, with the parameter names of `Eagle3Head`."""
     read: dict[str, Tensor] = {}
     for file in sorted(folder.glob("*.safetensors")):
         read |= load_file(file)
@@ -215,7 +216,7 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
 
 
 def _embed(head: Eagle3Head, own: Tensor | None, shared: nn.Module) -> None:
-    """Give the head the embedding of its checkpoint; or the model's, if there is none or it is the same."""
+    """Give the head its checkpoint's embedding, or the model's if the checkpoint has none or an equal one."""
     weight = cast(Tensor, shared.weight)
     if own is not None:
         _check_shape("embed_tokens.weight", own, (head.config.vocab_size, head.config.hidden_size))
@@ -227,7 +228,7 @@ def _embed(head: Eagle3Head, own: Tensor | None, shared: nn.Module) -> None:
 
 
 def _set_targets(head: Eagle3Head, offsets: Tensor | None) -> None:
-    """Note the model's id of each id of the head. offsets: (draft_vocab_size,), what is to be added"""
+    """Set the model's token id for each token id of the head. offsets: (draft_vocab_size,): the differences of the two"""
     config = head.config
     whole = config.draft_vocab_size == config.vocab_size
     if offsets is None and not whole:

@@ -1,24 +1,24 @@
 """The forward of training, bit for bit what the engine computes: `fa_serve.exact(model)`.
 
-    exact = fa_serve.exact(model)            # once: a context that may be entered again and again
+    exact = fa_serve.exact(model)            # once: the context may be entered repeatedly
     with exact:
         logits = model(input_ids=ids, attention_mask=mask).logits      # (batch, tokens, vocab), with gradients
         logprobs = fa_serve.token_logprobs(logits[:, :-1], ids[:, 1:])
     loss(logprobs).backward()                # inside, or outside if no layer is checkpointed
 
-A rollout of an engine with `deterministic=True` has the log-probabilities that the model computes in this context, in every
-bit. Decoder layers that the engine fuses are computed by the same fused kernels, with the same proof before, and so are the
-routers and shared experts in them. The rest is the model's own code, with autograd, and below autograd `DeterministicMode`
-computes each operator as it does in the engine: a row of a product, a sum or a function has the same bits in any batch. Three
-things are not operators of PyTorch and are given another form here: attention, which runs on a paged cache (`PagedBatch`, as a
-step of the engine does), the experts of a mixture, and positions, which count from the first token that is no padding.
+The log-probabilities of a rollout by an engine with `deterministic=True` equal those that the model computes in this context,
+in every bit. Decoder layers that the engine fuses run the same fused kernels here, after the same proof, and so do the routers
+and shared experts in them. Everything else is the model's own code, with autograd. Below autograd, `DeterministicMode` computes
+each operator as it does in the engine: a row of a product, a sum or a function has the same bits in any batch. Three things are
+not operators of PyTorch and are replaced here: attention, which runs on a paged cache (`PagedBatch`, as in a step of the
+engine), the experts of a mixture, and positions, which count from the first token that is no padding.
 
-Each operator of a fused layer has a backward pass, which repeats no product of the forward: a layer keeps about as much for it
-as the layer's own code does. A layer with a parameter that no operator is given is computed again by its own code
-(exact_gradients.py). Elsewhere the backward pass is that of PyTorch for the operators that were replaced. So gradients are
-those of the plain model. They repeat in every bit if `deterministic_backward` asks for it.
+Each operator of a fused layer has a backward pass that repeats no product of the forward, so a fused layer keeps about as much
+memory for it as the layer's own code does. A layer with a parameter that is an argument of none of these operators is computed
+again by its own code in the backward pass (exact_gradients.py). For operators that `DeterministicMode` replaces, the backward
+pass is PyTorch's own. So gradients are those of the plain model. With `deterministic_backward` they repeat in every bit.
 
-Left out: dropout, which must be off; caches, which a training forward does not have; other page sizes than the engine's; and
+Left out: dropout, which must be off; caches, which a training forward does not have; page sizes other than the engine's; and
 models that `model_layers` refuses. Sources: He et al., "Defeating Nondeterminism in LLM Inference" (2025); batch-invariant
 training of vLLM and TorchTitan (2025).
 """
@@ -68,31 +68,31 @@ from fa_serve.ops.moe.gradients import experts_with_gradients
 from fa_serve.spec import TREE_SPLITS, ParameterError, UnsupportedModelError
 
 EXPERTS_NAME = "fa_serve_exact"
-"""The experts implementation of transformers that stands in the place of "fa_serve" within the context."""
+"""The name of the experts implementation in transformers that replaces "fa_serve" within the context."""
 GREEDY_TEMPERATURE = 1e-6
-"""Below it an engine takes the most likely token, and reports log-probabilities of temperature 1."""
+"""Below this temperature an engine takes the most likely token, and reports log-probabilities of temperature 1."""
 
 
 def exact(model: nn.Module, *, page_size: int = 16, deterministic_backward: bool = False, fusion: bool = True) -> ExactForward:
     """A context in which a model computes, with gradients, what an engine with `deterministic=True` computes.
 
-    model:     a causal model of floats, or the PeftModel around one. It may be the one that a `RolloutEngine` runs
+    model:     a causal model of floats, or the PeftModel around one. It may be the model that a `RolloutEngine` runs
     page_size: tokens in a page of the engine's KV cache (`EngineConfig.page_size`)
     deterministic_backward: gradients repeat in every bit as well; slower, because their products are computed row by row
-    fusion:    whether the engine fuses layers (`EngineConfig.fusion`, and not `eager`), whose numbers are rounded less often
+    fusion:    whether the engine fuses layers (`EngineConfig.fusion` without `eager`); fused layers round less often
 
-    In the context, calls take `input_ids` or `inputs_embeds` of (batch, tokens), and an `attention_mask` of the same shape
-    whose ones follow each other in each row. Rows of a batch of 1 that are packed end to end are told by `position_ids`. What
-    is computed is outside of an autocast around the context.
+    In the context, calls take `input_ids` (batch, tokens) or `inputs_embeds` (batch, tokens, hidden), and an `attention_mask`
+    (batch, tokens) whose ones are contiguous in each row. Sequences that are packed end to end in a row are told apart by
+    `position_ids`. An autocast around the context has no effect inside it.
 
-    Raises UnsupportedModelError for a model that the engine does not run, and for one whose parameters are not plain tensors on
-    one device. A call raises ParameterError for arguments that a training forward does not have.
+    Raises UnsupportedModelError for a model that the engine does not run, and for a model whose parameters are not plain
+    tensors on one device. A call raises ParameterError for arguments that a training forward does not have.
     """
     return ExactForward(model, page_size, deterministic_backward, fusion)
 
 
 class ExactForward:
-    """The context of `exact`, which may be entered again and again, also within itself."""
+    """The context of `exact`, which may be entered repeatedly, also within itself."""
 
     def __init__(self, model: nn.Module, page_size: int, deterministic_backward: bool, fusion: bool) -> None:
         check_live(model)
@@ -104,7 +104,7 @@ class ExactForward:
         self._replace()
 
     def _replace(self) -> None:
-        """Find what the context makes of the model: the implementation of attention and of experts, and fused layers."""
+        """Find the state that the model has in the context: implementations of attention and experts, and fused layers."""
         own = ModelState.of(self.model)
         watched = watched_modules(self.model)
         drop_autocast_of_accelerate(self.model)
@@ -128,10 +128,10 @@ class ExactForward:
             self._state = ModelState.of(self.model)
         finally:
             own.restore()
-            # an exact forward finds packed sequences itself, and the plain model is not fa_serve's
+            # an exact forward finds packed sequences itself, and outside the context the model does not use fa_serve
             unwatch_packs(watched_modules(self.model) - watched)
         self._addresses = Addresses.of(self.model)
-        # valid as long as the addresses are, which each forward compares
+        # valid as long as the addresses are; each forward compares them
         self._again: dict[nn.Module, list[Tensor]] = {}
 
     def __enter__(self) -> ExactForward:
@@ -153,11 +153,11 @@ class ExactForward:
         hook.remove()
         own.restore(modes=False)
         if self._entered:
-            # what is installed now was made for these: if an inner context has found others, the next forward is refused
+            # the outer context was made for these addresses: if an inner one has found others, the next forward is refused
             self._addresses = self._entered[-1][-1]
 
     def _prepare(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """A hook before the model's forward: the batch rides along, and positions are those of the engine."""
+        """A hook before the model's forward: it adds the batch that rides along, and positions as the engine counts them."""
         if kwargs.get("fa_serve_batch") is not None:
             return args, kwargs  # a step of an engine, which has its own batch
         if self._fusion and self._addresses != Addresses.of(self.model):
@@ -191,7 +191,7 @@ class ExactForward:
         rows = _Rows.of(tokens, kwargs.get("attention_mask"), kwargs.get("position_ids"))
         kwargs |= {
             "position_ids": rows.positions,
-            # of 4 dimensions, so that transformers passes it on and builds none
+            # a mask of 4 dimensions, so that transformers passes it on and builds none
             "attention_mask": torch.empty((1, 1, 0, 0), dtype=torch.bool, device=tokens.device),
             "use_cache": False,
             "fa_serve_batch": _ExactBatch(rows, self.page_size, self._deterministic_backward, self._state, self._again),
@@ -203,17 +203,18 @@ def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> 
     """The log-probability of each token, as an engine with `logprobs_mode="processed_logprobs"` reports it.
 
     logits:      (..., vocab), any float dtype; tokens: (...), int64
-    temperature: that of the rollout, without further filters. Greedy answers (a temperature below 1e-6) have those of 1
+    temperature: the temperature of the rollout, which has no further filters. Greedy answers (a temperature below 1e-6) have
+                 the log-probabilities of temperature 1
 
-    Returns (...) float32. In `fa_serve.exact` its bits are those of the rollout. Raises ParameterError for other
-    shapes, some of which would broadcast.
+    Returns (...) float32. In `fa_serve.exact` it equals the rollout's in every bit. Raises ParameterError for other shapes,
+    because some of them would broadcast.
     """
     if tokens.shape != logits.shape[:-1]:
         shapes = f"{tuple(tokens.shape)} for logits of {tuple(logits.shape)}"
         raise ParameterError("tokens", "have the shape of the logits without the vocabulary", shapes)
     scores = logits.float()
     if temperature != 1.0 and temperature >= GREEDY_TEMPERATURE:
-        # a GPU multiplies with the reciprocal of a Python number, and the sampler divides by a tensor
+        # to divide by a Python number, a GPU multiplies with its reciprocal; the sampler divides by a tensor
         scores = scores / torch.full((), temperature, dtype=torch.float32, device=logits.device)
     return scores.gather(-1, tokens[..., None])[..., 0] - scores.logsumexp(dim=-1)
 
@@ -223,7 +224,7 @@ class _Rows(NamedTuple):
 
     positions: (batch, tokens) int64
     valid:     (n,) int64, places of the tokens that are no padding, in the flattened batch; None if there is no padding
-    starts:    (m + 1,) int64, the first of these tokens of each sequence, and their number, on the host
+    starts:    (m + 1,) int64: where each sequence starts among the tokens that are no padding, and their number, on the host
     """
 
     positions: Tensor
@@ -257,7 +258,7 @@ class _Rows(NamedTuple):
         return flat if self.valid is None else flat[self.valid]
 
     def unpack(self, x: Tensor, padding: Tensor) -> Tensor:
-        """The reverse. padding: (batch, tokens, ...), of which the padding is taken"""
+        """The reverse of `pack`. padding: (batch, tokens, ...): the result has its rows at the places of padding"""
         if self.valid is None:
             return x.view_as(padding)
         return padding.flatten(0, 1).index_copy(0, self.valid, x).view_as(padding)
@@ -270,7 +271,7 @@ class _Rows(NamedTuple):
         first_page = pages.cumsum(0) - pages
         place = torch.arange(int(lengths.sum())) - self.starts[:-1].repeat_interleave(lengths)
         columns = torch.arange(int(pages.max()))
-        # entries behind the last page of a sequence are never read
+        # entries past the last page of a sequence are never read
         table = (first_page[:, None] + columns).clamp(max=int(pages.sum()) - 1)
         return PagedBatch(
             kv_caches={},
@@ -285,9 +286,9 @@ class _Rows(NamedTuple):
 
 
 class _ExactBatch:
-    """Answers for the attention of every layer of a dense batch.
+    """Computes the attention of every layer of a dense batch.
 
-    again: what `parameters_computed_again` says of layers, by their module, found by the first forward for those after it
+    again: the result of `parameters_computed_again` for each layer, by its module; the first forward fills it for later ones
     """
 
     def __init__(
@@ -300,19 +301,19 @@ class _ExactBatch:
         self.num_pages = int((-(-rows.starts.diff() // page_size)).sum())
         self.deterministic = deterministic
         self._again = again
-        # what all layers share, so that a layer costs the host fewer operators
+        # all layers share these, so that a layer costs the host fewer operators
         self._pages: dict[tuple[str, int, int, torch.dtype], Tensor] = {}
         self._tables: dict[int, tuple[Any, list[Tensor]]] = {}
 
     def pages_like(self, name: str, x: Tensor) -> Tensor:
-        """Pages for keys or values (n, heads, dim) of all sequences, laid out as those of the engine.
+        """Pages for keys or values (n, heads, dim) of all sequences, with the layout of the engine's pages.
 
-        name: "keys" or "values". A layer writes all that it reads, and nothing of it is kept, so the next one has the same
+        name: "keys" or "values". Layers share these pages, because each layer first writes everything that it then reads
         """
         return self.pages(name, x, *x.shape[1:])
 
     def pages(self, name: str, x: Tensor, heads: int, dim: int) -> Tensor:
-        """The same, of the dtype of x and on its device."""
+        """`pages_like` for this number of heads and this dim, in the dtype and on the device of x."""
         key = (name, heads, dim, x.dtype)
         if key not in self._pages:
             on_cpu = x.device.type == "cpu"
@@ -322,7 +323,7 @@ class _ExactBatch:
         return self._pages[key]
 
     def _angles(self, embeddings: Any, batch: int, length: int) -> list[Tensor]:
-        """Cosines and sines of the tokens. Layers with the same rotary embedding are given the same object."""
+        """Cosines and sines of the tokens, kept for other layers: layers with the same rotary embedding get the same object."""
         known = self._tables.get(id(embeddings))
         if known is None:
             tables = [self.rows.pack(table.expand(batch, length, -1)) for table in tables_of(embeddings)]
@@ -351,13 +352,13 @@ class _ExactBatch:
     def _compute_layer(self, layer: FusedLayer, hidden_states: Tensor, kwargs: dict[str, Any]) -> Tensor:
         """The output of a fused layer, without gradients: its keys and values go to pages, as in a step of the engine."""
         rows = self.rows
-        # the layer overwrites what it is given
+        # the layer overwrites its input
         x = rows.pack(hidden_states.clone() if rows.valid is None else hidden_states)
         out = layer.compute(x, self._step(layer, hidden_states, kwargs, None))
         return rows.unpack(out, hidden_states)
 
     def _record_layer(self, layer: FusedLayer, hidden_states: Tensor, kwargs: dict[str, Any]) -> Tensor:
-        """The same, where autograd records each operator of the layer."""
+        """The output of a fused layer, where autograd records each of its operators."""
         rows = self.rows
         x = rows.pack(hidden_states if hidden_states.requires_grad or rows.valid is not None else hidden_states.clone())
         lse = empty_lse(x, cast(HeadsAttention, layer.attention).num_heads)
@@ -367,7 +368,7 @@ class _ExactBatch:
         return rows.unpack(out, hidden_states)
 
     def _step(self, layer: FusedLayer, hidden_states: Tensor, kwargs: dict[str, Any], lse: Tensor | None) -> LayerStep:
-        """What a fused layer is told. lse: gets that of its attention"""
+        """The arguments of a fused layer. lse: receives the lse of its attention, or None"""
         attention = cast(HeadsAttention, layer.attention)
         cos, sin = self._angles(kwargs["position_embeddings"], *hidden_states.shape[:2])
         heads = (attention.num_kv_heads, attention.head_dim)
@@ -397,7 +398,7 @@ class _ExactBatch:
 
 
 def _options_of(call: LayerCall) -> dict[str, Any]:
-    """What a layer asks of attention beside its tensors."""
+    """The options of a layer's attention, without its tensors."""
     return {
         "left": call.window_size[0],
         "attention_chunk": call.attention_chunk,

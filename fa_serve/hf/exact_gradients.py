@@ -1,17 +1,17 @@
-"""The gradients of an exact forward: of attention, and of fused layers that have none for each of their operators.
+"""The gradients of an exact forward: of attention, and of fused layers whose operators do not give all gradients.
 
     out = heads_with_gradients(attention, qkv, step, call, lse)               # between the projections of a fused layer
     out = AttentionWithGradients.apply(q, k, v, sinks, call, compute)         # in a layer that runs its own code
     parameters = parameters_computed_again(layer)                             # the one place that decides
-    out = layer_computed_again(again, hidden_states, parameters)              # if there are any
+    out = layer_computed_again(again, hidden_states, parameters)              # if there are any parameters
 
-Attention is that of the engine, on a paged cache by the fixed tree. Its backward pass is that of packed attention, from the
-output and lse that the forward keeps. Products, norms and activations of a fused layer are `fa_serve.ops.gradients`, so that a
-layer keeps about what its own code keeps, and its backward pass repeats no product. A layer with a parameter that none of its
-operators is given would lose the gradient of it: such a layer is computed again by its own code, with gradients, as gradient
-checkpointing does.
+The forward computes the engine's attention, on a paged cache and in the order of the fixed tree. The backward pass is that of
+packed attention, from the output and lse that the forward keeps. Products, norms and activations of a fused layer have the
+backward passes of `fa_serve.ops.gradients`. So a layer keeps about as much as its own code keeps, and its backward pass repeats
+no product. A layer with a parameter that is an argument of none of its operators would lose the gradient of this parameter:
+such a layer is computed again by its own code, with gradients, as gradient checkpointing does.
 
-Left out: which calls there are, and the batch (exact_forward.py), and experts (ops/moe/gradients.py).
+Left out: when these functions are called, and the batch (exact_forward.py), and experts (ops/moe/gradients.py).
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from fa_serve.ops.select import select_ops
 class TrainedCall(NamedTuple):
     """A call of attention in a training forward.
 
-    batch:   the sequences, each of which is a prompt
-    options: `left`, `attention_chunk`, `softmax_scale` and `softcap` of `PagedBatch.attention`
+    batch:   the sequences; each of them is a prompt
+    options: arguments of `PagedBatch.attention`: `left`, `attention_chunk`, `softmax_scale` and `softcap`
     deterministic: whether gradients repeat in every bit
     """
 
@@ -46,7 +46,7 @@ class TrainedCall(NamedTuple):
     deterministic: bool
 
     def gradients(self, tensors: Sequence[Tensor], dout: Tensor, needs_dsinks: bool) -> Gradients:
-        """The gradients of a call. tensors: q, k, v and sinks, then out and lse of the forward"""
+        """The gradients of this call. tensors: q, k, v and sinks, then out and lse of the forward"""
         q, k, v, sinks, out, lse = tensors
         ends = self.batch.cu_seqlens_q
         given = BackwardTensors(q, k, v, sinks, None, ends, ends, out, lse, dout.contiguous(), needs_dsinks=needs_dsinks)
@@ -58,12 +58,12 @@ class TrainedCall(NamedTuple):
             attention_chunk=self.options["attention_chunk"],
             deterministic=self.deterministic,
         )
-        with without_row_order():  # its kernels repeat by themselves, and PyTorch's form is none that the mode knows
+        with without_row_order():  # its kernels repeat bitwise without the mode, which does not know PyTorch's form
             return run_backward(given, self.batch.max_seqlen_q, self.batch.max_seqlen_q, options)
 
 
 def empty_lse(q: Tensor, num_heads: int) -> Tensor:
-    """The tensor for lse of queries of q's dtype. q: (total, ...)"""
+    """An empty tensor for the lse of queries of q's dtype, (num_heads, total). q: (total, ...)"""
     return q.new_empty(num_heads, len(q), dtype=torch.promote_types(q.dtype, torch.float32))
 
 
@@ -89,8 +89,8 @@ class AttentionWithGradients(OnceDifferentiable):
 def heads_with_gradients(attention: HeadsAttention, qkv: Tensor, step: LayerStep, call: TrainedCall, lse: Tensor) -> Tensor:
     """`HeadsAttention.attend`, with gradients.
 
-    qkv: (total, rows of the projection), which is overwritten unless there are norms, whose gradients need it
-    lse: gets that of `step.attend`
+    qkv: (total, rows of the projection), which is overwritten unless there are norms, because their gradients need it
+    lse: receives the lse of `step.attend`
     Returns (total, num_heads, head_dim).
     """
     norms = [None if norm is None else norm.weight for norm in (attention.q_norm, attention.k_norm)]
@@ -115,7 +115,7 @@ class _HeadsWithGradients(OnceDifferentiable):
         has_norms = attention.q_norm is not None
         rows = qkv.clone() if has_norms else qkv.detach()
         out = attention.attend(rows, step)
-        # not the step, which has lse as well: a checkpoint drops what is saved, and nothing else
+        # the step is not kept, because it holds lse too: a checkpoint frees only tensors that are saved for the backward pass
         ctx.attention = attention
         ctx.call = call
         ctx.angles = (None, None) if attention.tables is None else attention.angles(step)
@@ -158,9 +158,9 @@ class _HeadsWithGradients(OnceDifferentiable):
 
 
 def parameters_computed_again(layer: FusedLayer) -> list[Tensor]:
-    """The parameters of a layer that must be computed again for its gradients; none if its operators have gradients.
+    """The parameters of a layer that must be computed again for its gradients; empty if its operators give all gradients.
 
-    They have if each parameter of the layer is given to one of them, or belongs to a module that runs its own code.
+    They do if each parameter of the layer is an argument of an operator, or belongs to a module that runs its own code.
     """
     module = layer.module
     own = parameters_in(module)
@@ -183,8 +183,8 @@ class LayerAgain(NamedTuple):
     """A fused layer that is computed again in the backward pass.
 
     compute:  maps hidden states to the layer's output, without gradients
-    repeat:   the same by the layer's own code, with gradients
-    settings: the context in which the own code runs
+    repeat:   does the same by the layer's own code, with gradients
+    settings: the context in which the layer's own code runs
     """
 
     compute: Any
@@ -193,7 +193,7 @@ class LayerAgain(NamedTuple):
 
 
 def layer_computed_again(layer: LayerAgain, hidden: Tensor, parameters: Sequence[Tensor]) -> Tensor:
-    """The output of a fused layer for hidden states (batch, tokens, hidden), and the gradients of these and of parameters."""
+    """The output of a fused layer for hidden states (batch, tokens, hidden), with gradients of these and of `parameters`."""
     trained = [x for x in parameters if x.requires_grad]
     return cast(Tensor, _LayerAgain.apply(layer, hidden, *trained))  # type: ignore[no-untyped-call]
 

@@ -5,8 +5,8 @@
         logits = paged_forward(model, ...)
     states                                   # after 2, 16 and 29 layers: (1, total, hidden) each
 
-Depth 0 is the embedding, and depth n is what layer n - 1 returns, before the last norm. Fused layers write over their input, so
-the states are copies. The hooks exist during the forward only; a replay of a CUDA graph repeats the copies without them.
+Depth 0 is the embedding, and depth n is the output of layer n - 1, before the last norm. Fused layers overwrite their input, so
+the states are copies. The hooks exist only during the forward; a replay of a CUDA graph repeats the copies without them.
 """
 
 from __future__ import annotations
@@ -24,9 +24,11 @@ from fa_serve.spec import UnsupportedModelError
 
 
 class HiddenStateReader:
-    """Reads at these depths. Raises UnsupportedModelError if the model's layers are not in one list, or are fewer.
+    """Reads hidden states at some depths.
 
     depths: number of layers before each state that is read
+
+    Raises UnsupportedModelError if the model's layers are not in one list, or are fewer than a depth.
     """
 
     def __init__(self, model: PreTrainedModel, depths: Sequence[int]) -> None:
@@ -42,7 +44,8 @@ class HiddenStateReader:
 
     @contextmanager
     def reading(self) -> Iterator[list[Tensor]]:
-        """The list holds the states, in the order of `depths`, when a forward has run within this context."""
+        """Yields a list. At the end of the context it gets the states of the forward that ran inside, in the order of
+        `depths`."""
         states: list[Tensor] = []
         found: dict[int, Tensor] = {}
         with ExitStack() as stack:

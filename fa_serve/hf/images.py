@@ -1,22 +1,23 @@
-"""Images of a composite model: its own towers compute embeddings, which take their places in the engine's forward.
+"""Images of a composite model: the model's own towers compute embeddings, which the engine's forward puts in place of tokens.
 
     reader = ImageReader(model)                       # raises UnsupportedModelError, with the reason
-    features = reader.encode(inputs)                  # inputs: what the model's processor makes of one image
+    features = reader.encode(inputs)                  # inputs: what the model's processor returns for one image
     several = reader.encode_all([inputs, others])     # the same, in fewer forwards
-    positions, delta = reader.positions(ids, places, [inputs])         # of rotary embedding, for types with several axes
+    positions, delta = reader.positions(ids, [inputs])       # for the rotary embedding of types with several axes; else None
     with reader.placing(StepImages.of(rows, [features])):
         logits = paged_forward(model, ids, position_ids, batch, rows_of_logits)
 
-Nothing is known of a type but where its language model is. To encode, the model's own forward runs on a prompt that holds
-images, and stops where it calls the language model: what it was to be given at the places of an image is what the image comes
-to. In a step, the same arguments are put in at the same call. So projections, newlines between tiles and features for inner
-layers are the model's own. Types are served if tests have compared them with `generate` (PROVEN).
+The reader knows nothing about a model type except where its language model is. To encode images, it runs the model's own
+forward on a prompt that holds them, and stops at the call of the language model: the embeddings that this call would pass at
+the places of an image are the features of the image. In a step, `placing` puts the same arguments into the same call. So
+projections, newlines between tiles and features for inner layers are computed by the model's own code. A type is served only
+if tests have compared it with `generate` (PROVEN).
 
-Images are encoded together if their inputs can be joined: patches end to end, or pictures of one shape. How a type joins them
-is tried with the first two, which must come to the same together as alone.
+Images are encoded together if their inputs can be joined: patches end to end, or pictures of one shape. The first two images
+show how a type's inputs can be joined: encoded together, they must give the same features as alone.
 
-An encoding can be cut into parts by the layers of the towers and what is beside them (`pausing`). It may run in another thread
-than forwards of the model, as long as one of the two stands still while the other one runs.
+An encoding can pause after each layer of the towers and after each module next to these layers (`pausing`). It may run in
+another thread than the forwards of the model, as long as only one of the two threads runs at a time.
 
 Left out: how a text and images become inputs (processors.py, fa_serve.engine.images), and when an image is encoded.
 """
@@ -101,28 +102,28 @@ PROVEN = frozenset(
         "vipllava",
     }
 )
-"""Types whose images tests have compared with `generate` of transformers: from inputs of towers, and from prompts that their
-processors write. Images of other types are refused."""
+"""Types for which tests have compared answers about images with `generate` of transformers, both from inputs of the towers
+and from prompts that the type's processor writes. Images of other types are refused."""
 WITHOUT_PROMPTS = {
     "pp_chart2table": "its processor replaces no text by the tokens of an image",
     "shieldgemma2": "its processor writes other prompts than it is given, by which it classifies images",
 }
-"""Types whose processors write no prompt for a request, which is the reason."""
+"""Types whose images are refused because their processors cannot write the prompt of a request, and the reason."""
 TwoWay = Literal["none", "images", "prompt"]
 
 
 class _ReachedError(Exception):
-    """The forward has come to the language model."""
+    """The forward has reached the call of the language model."""
 
 
 @dataclass(frozen=True, slots=True)
 class ImageFeatures:
-    """What one image comes to.
+    """What the towers compute for one image.
 
     embeds:   (num_tokens, hidden), in the dtype and on the device of the model
-    deep:     (num_tokens, hidden) for each of the first layers, which is added to their outputs (Qwen3-VL); or none
+    deep:     (num_tokens, hidden) for each of the first layers, added to the layer's output (Qwen3-VL); or an empty tuple
     two_way:  which tokens attend to each other both ways: none, runs of image tokens (Gemma 3) or the whole prompt (PaliGemma)
-    failed:   the towers have refused it: its embeddings are not finite, and `two_way` says nothing
+    failed:   True if the image could not be encoded: its embeddings are NaN, and `two_way` has no meaning
     """
 
     embeds: Tensor
@@ -135,7 +136,7 @@ class ImageFeatures:
         return sum(x.untyped_storage().nbytes() for x in (self.embeds, *self.deep))
 
     def record_stream(self, stream: Any) -> None:
-        """Their memory is not used again before work on this stream, which reads them, has ended."""
+        """Keep the memory of these tensors from being reused before work on `stream`, which reads them, has ended."""
         for x in (self.embeds, *self.deep):
             x.record_stream(stream)
 
@@ -144,8 +145,9 @@ class ImageFeatures:
 class StepImages:
     """The embeddings of images in one step.
 
-    rows:   (total,) int64, for each token of the step which row of `embeds` replaces its own embedding; or -1
-    embeds: (m, hidden), of which m may be more than are used; deep: (used, hidden) for each layer, as in `ImageFeatures`
+    rows:   (total,) int64: for each token of the step, the row of `embeds` that replaces the token's own embedding; or -1
+    embeds: (m, hidden); m may exceed the number of rows in use
+    deep:   (used, hidden) for each layer, as in `ImageFeatures`
     """
 
     rows: Tensor
@@ -154,7 +156,7 @@ class StepImages:
 
 
 class ImageReader:
-    """The towers of one model. quickens: see `quicken`"""
+    """Encodes images with the towers of one model. quickens: whether `quicken` does anything"""
 
     def __init__(self, model: PreTrainedModel, *, quickens: bool = True) -> None:
         name = type(model).__name__
@@ -174,16 +176,16 @@ class ImageReader:
         self._decoder: Any = decoder
         config = model.config.get_text_config()
         self.filler: int = getattr(config, "pad_token_id", None) or 0
-        """The token that is embedded where an image is, before its embeddings are put in."""
+        """The token id that a step has at the places of an image, where the image's embeddings then replace its embedding."""
         self.quickens = quickens
         self.quicken()
         self.blocks = self._find_blocks()
-        self._pauses: dict[int, Callable[[], None]] = {}  # by the thread whose encodings are cut
+        self._pauses: dict[int, Callable[[], None]] = {}  # `pause` by the id of the thread whose encodings pause
         self._joined_dim: int | Literal["none"] | None = None
-        """The dimension in which inputs of several images are joined; None before it has been tried."""
+        """The dimension in which inputs of several images are joined; "none" if they cannot be, None if not tried yet."""
 
     def quicken(self) -> None:
-        """Give modules of the towers forms that GPUs compute faster, if that is asked for; again after weights have moved."""
+        """If `quickens`, give modules of the towers forms that GPUs compute faster. Call it again after weights have moved."""
         if self.quickens:
             quicken_tower(self._model, beside=self._decoder)
 
@@ -191,13 +193,13 @@ class ImageReader:
     def encode(self, inputs: Mapping[str, Tensor]) -> ImageFeatures:
         """inputs: arguments of the model's forward for a prompt (batch of 1) that holds one image, input_ids among them
 
-        Raises UnsupportedModelError if the model tells its language model of images in a way that is not known.
+        Raises UnsupportedModelError if the model passes images to its language model in arguments that are not known here.
         """
         return self._run(_with_text(inputs, self.filler), [self.num_tokens(inputs)])[0]
 
     @torch.no_grad()
     def encode_all(self, images: Sequence[Mapping[str, Tensor]]) -> list[ImageFeatures]:
-        """`encode` for each of several images, in one forward for all whose inputs can be joined."""
+        """Do what `encode` does for several images. Images whose inputs can be joined share one forward."""
         found: dict[int, ImageFeatures] = {}
         for numbers in _of_one_form(images):
             if len(numbers) > 1 and self._joined_dim is None:
@@ -211,7 +213,7 @@ class ImageReader:
         return [found[n] for n in range(len(images))]
 
     def num_tokens(self, inputs: Mapping[str, Tensor]) -> int:
-        """How many embeddings the images come to that a prompt holds. inputs: as `encode` takes them"""
+        """The number of embeddings that the images of a prompt produce. inputs: as `encode` takes them"""
         return int((inputs["input_ids"] == self.image_token).sum())
 
     @property
@@ -226,11 +228,11 @@ class ImageReader:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of an embedding without those for inner layers."""
+        """Bytes of one token's embedding, not counting its features for inner layers."""
         return self.hidden * self._model.dtype.itemsize
 
     def _find_blocks(self) -> list[nn.Module]:
-        """The layers of the towers: members of lists of modules that lie neither in the language model nor in another list."""
+        """The layers of the towers: members of module lists that lie neither in the language model nor in another list."""
         return [block for each in self._find_lists() for block in each]
 
     def _find_lists(self) -> list[nn.ModuleList]:
@@ -240,7 +242,7 @@ class ImageReader:
         return [each for each in lists if each not in inner]
 
     def _beside_blocks(self) -> list[nn.Module]:
-        """Modules with parameters that stand beside the layers: what embeds patches, and what merges them."""
+        """Modules with parameters that are siblings of the layer lists, such as those that embed patches and merge them."""
         lists = {*self._find_lists()}
         towers = [tower for tower in self._model.modules() if not lists.isdisjoint(tower.children())]
         others = [x for tower in towers for x in tower.children() if not isinstance(x, nn.ModuleList)]
@@ -248,9 +250,9 @@ class ImageReader:
 
     @contextmanager
     def pausing(self, pause: Callable[[], None]) -> Iterator[None]:
-        """Inside, `pause` is called in forwards of this thread: while another thread copies the inputs to the device, and after
-        each layer of the towers and each module beside the layers. The host takes longer for the beginning of an image and for
-        its end than for several layers, and the steps of the engine wait for it."""
+        """Inside, forwards of this thread call `pause`: while another thread copies the inputs to the device, after each layer
+        of the towers, and after each module next to the layers. The modules next to the layers count, because the start and the
+        end of an image cost the host more time than several layers, and the engine's steps wait during that time."""
         thread = threading.get_ident()
 
         def after(*_: Any) -> None:
@@ -267,7 +269,7 @@ class ImageReader:
                 hook.remove()
 
     def _move_beside(self, parts: Sequence[Mapping[str, Tensor]]) -> list[dict[str, Tensor]]:
-        """Inputs on the device. In `pausing`, another thread copies them while this one stands still."""
+        """Copy inputs to the device. In `pausing`, another thread copies them while this thread pauses."""
         stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
         inference = torch.is_inference_mode_enabled()
 
@@ -279,28 +281,28 @@ class ImageReader:
         if pause is None:
             return move()
         moved: Future[list[dict[str, Tensor]]] = Future()
-        # no pool: it takes no more work once the main thread has ended, and an engine may go on in another one
+        # not a thread pool: a pool takes no more work once the main thread has ended, but an engine may go on in another thread
         threading.Thread(target=_settle, args=(moved, move), name="fa_serve-pixels").start()
         pause()
         try:
             return moved.result()
         finally:
-            del moved  # an error has this frame: they would keep each other, and the pixels, until the garbage is collected
+            del moved  # breaks a cycle: an error refers to this frame, and both would keep the pixels until garbage collection
 
     def failed(self, inputs: Mapping[str, Tensor]) -> ImageFeatures:
-        """What stands for an image that cannot be encoded: numbers that end its own request alone."""
-        # one row in memory: a device that had no room for the image has room for this
+        """The features of an image that cannot be encoded: they are NaN, which ends only the request of this image."""
+        # one row in memory: a device that had no room for the image still has room for one row
         nothing = torch.full((1, self.hidden), float("nan"), dtype=self._model.dtype, device=self._model.device)
         return ImageFeatures(nothing.expand(self.num_tokens(inputs), -1), (), "none", failed=True)
 
     def _learn_to_join(self, pair: Sequence[Mapping[str, Tensor]]) -> list[ImageFeatures]:
-        """Encode two images alone, and find the dimension in which their inputs may be joined."""
+        """Encode two images separately, and find the dimension in which their inputs may be joined."""
         alone = [self.encode(inputs) for inputs in pair]
         found: int | Literal["none"] = "none"
         for dim in (0, 1):
             try:
                 together = self._encode_joined(pair, dim)
-            except Exception as error:  # whatever the code of a model raises for inputs that it does not take
+            except Exception as error:  # a model's code may raise anything for inputs that it does not take
                 log.debug("images of %s are not joined in dimension %d: %s", type(self._model).__name__, dim, error)
                 continue
             if all(_are_close(*both) for both in zip(alone, together, strict=True)):
@@ -310,17 +312,20 @@ class ImageReader:
         return alone
 
     def _encode_joined(self, images: Sequence[Mapping[str, Tensor]], dim: int) -> list[ImageFeatures]:
-        """One forward for images whose inputs other than tokens are joined in this dimension."""
+        """Encode several images in one forward. Inputs other than tokens are joined in this dimension."""
         parts = [_with_text(inputs, self.filler) for inputs in images]
-        # pixels are joined on the device: on a host it takes longer than the towers to lay out 100 MB once more. Tokens are
-        # joined on the host, where `_run` looks for the images among them
+        # Pixels are joined on the device, because on the host another copy of 100 MB takes longer than the towers. Tokens are
+        # joined on the host, where `_run` looks for image tokens among them.
         pixels = self._move_beside([{name: x for name, x in part.items() if x.is_floating_point()} for part in parts])
         own = [{**part, **moved} for part, moved in zip(parts, pixels, strict=True)]
         joined = {name: torch.cat([part[name] for part in own], dim=1 if name in _OF_TOKENS else dim) for name in own[0]}
         return self._run(joined, [self.num_tokens(inputs) for inputs in images])
 
     def _run(self, inputs: Mapping[str, Tensor], counts: Sequence[int]) -> list[ImageFeatures]:
-        """What the language model is told of images with so many places each. inputs: of a prompt that holds them"""
+        """Run the model up to its language model -> the features of each image.
+
+        inputs: arguments of the model's forward for a prompt that holds the images; counts: the number of tokens of each image
+        """
         device = self._model.device
         taken = inspect.signature(self._model.forward).parameters
         [moved] = self._move_beside([{name: x for name, x in inputs.items() if name in taken}])
@@ -329,7 +334,7 @@ class ImageReader:
 
         def stop(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if threading.get_ident() != thread:
-                return  # a step of the engine, while this encoding pauses
+                return  # this is a step of the engine, which runs while this encoding pauses
             given.update(kwargs)
             raise _ReachedError
 
@@ -355,21 +360,21 @@ class ImageReader:
         embeds = given["inputs_embeds"][0][places].split(list(counts))
         layers = [x.to(device).split(list(counts)) for x in deep]
         return [
-            # copies, so that an image which is kept does not keep the others
+            # copies, so that keeping the features of one image does not keep the memory of the others
             ImageFeatures(part.clone(), tuple(layer[n].clone() for layer in layers), two_way)
             for n, part in enumerate(embeds)
         ]
 
     def _moved(self, x: Tensor) -> Tensor:
-        """An input on the device of the model, and in its dtype if it is a floating-point number."""
+        """An input on the model's device, and in the model's dtype if its elements are floating-point numbers."""
         x = x.to(self._model.device)
         return x.to(self._model.dtype) if x.is_floating_point() else x
 
     def positions(self, ids: Tensor, images: Sequence[Mapping[str, Tensor]]) -> tuple[Tensor, int] | None:
-        """Positions on several axes of a prompt with images, (axes, total) int64, and what is added to the place of each token
-        after it; None for a type whose tokens have one position, which is their place.
+        """The positions of a prompt with images on several axes, (axes, total) int64, and the number that turns the place of a
+        token after the prompt into its position; None for a type whose positions are the places of the tokens.
 
-        ids: (total,) int64; images: the inputs of each, in order
+        ids: (total,) int64; images: the inputs of each image, in order
 
         Raises ParameterError for a prompt for which the model has no positions.
         """
@@ -379,7 +384,7 @@ class ImageReader:
         if holder is None:
             return None
         ids = ids.cpu()
-        # such a model takes the tokens that stand side by side for those of one image, whatever their number
+        # such a model assumes that adjacent image tokens belong to one image, whatever their number
         runs = _runs(ids == self.image_token)
         counts = [count for count in map(self.num_tokens, images) if count]
         if runs != counts:
@@ -395,7 +400,7 @@ class ImageReader:
             for name in {name for image in images for name in image if name in known} - given.keys():
                 given[name] = torch.cat([image[name].cpu() for image in images])
             positions, delta = holder.get_rope_index(**{name: x for name, x in given.items() if name in known})
-        except Exception as error:  # whatever the code of a model raises for a prompt that its processor would not write
+        except Exception as error:  # a model's code may raise anything for a prompt that its processor would not write
             told = f"{type(self._model).__name__} finds no positions: {type(error).__name__}: {str(error)[:200]}"
             rule = (
                 f"have images, and the tokens that mark images, videos and sounds, as the model's processor puts them ({told})"
@@ -405,7 +410,7 @@ class ImageReader:
 
     @contextmanager
     def placing(self, images: StepImages) -> Iterator[None]:
-        """Inside, the language model of a packed forward is given these embeddings."""
+        """Inside, the language model of a packed forward gets these embeddings in place of the tokens' own."""
 
         def place(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
             embeds = kwargs.get("inputs_embeds")
@@ -429,12 +434,12 @@ class ImageReader:
 
 
 def _settle(future: Future[Any], work: Callable[[], Any]) -> None:
-    """Compute what a future is to hold."""
+    """Do the work, and put its result or error into the future."""
     try:
         future.set_result(work())
     except BaseException as error:
         future.set_exception(error)
-        del future  # as in `_move_beside`
+        del future  # breaks a cycle, as in `_move_beside`
 
 
 def _runs(chosen: Tensor) -> list[int]:
@@ -444,7 +449,7 @@ def _runs(chosen: Tensor) -> list[int]:
 
 
 def _of_one_form(images: Sequence[Mapping[str, Tensor]]) -> list[list[int]]:
-    """The numbers of the images by what their inputs are, but for their first dimension."""
+    """The indices of the images, grouped by the names, dtypes and shapes of their inputs without the first dimension."""
     forms: dict[Any, list[int]] = {}
     for number, inputs in enumerate(images):
         form = tuple((name, x.dtype, x.shape[1:]) for name, x in sorted(inputs.items()) if name not in _OF_TOKENS)
@@ -453,19 +458,19 @@ def _of_one_form(images: Sequence[Mapping[str, Tensor]]) -> list[list[int]]:
 
 
 def _are_close(first: ImageFeatures, second: ImageFeatures) -> bool:
-    """Whether two encodings differ by roundings alone. Other images differ by more than their largest number."""
+    """Whether two encodings differ only by rounding. Encodings of different images differ by more than their largest number."""
     pairs = zip((first.embeds, *first.deep), (second.embeds, *second.deep), strict=True)
     bound = 16 * torch.finfo(first.embeds.dtype).eps
     return first.two_way == second.two_way and all(bool((a - b).abs().max() <= bound * a.abs().max()) for a, b in pairs)
 
 
 def _with_text(inputs: Mapping[str, Tensor], token: int) -> dict[str, Tensor]:
-    """The prompt of an image with one more token of text."""
+    """The prompt of an image with one text token at its end, by which `_run` tells two-way prompts from two-way images."""
     added = {"input_ids": token, "token_type_ids": 0, "mm_token_type_ids": 0, "attention_mask": 1}
     return {name: torch.cat([x, x.new_full((1, 1), added[name])], dim=1) if name in added else x for name, x in inputs.items()}
 
 
 def num_recorded_outputs() -> int:
-    """How many outputs of modules a forward has recorded that is asked for them, such as the hidden states of all layers."""
+    """How many module outputs the running forward has recorded on request, such as the hidden states of all layers."""
     collected = cast(Any, output_capturing)._active_collector.get() or {}
     return sum(len(each) for each in collected.values())

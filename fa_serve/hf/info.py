@@ -3,11 +3,11 @@
     description = describe("Qwen/Qwen3-0.6B", device="cuda", arch=90)
     for layer, calls in description.parts[0].kinds(): ...
 
-The model is made on the meta device, where tensors have shapes and no memory. One forward of the model's code is run there, in
-which each call of attention is written down and none is computed. A model whose code reads values runs with zeros as weights.
+The model is made on the meta device, where tensors have shapes but no memory. One forward of the model's code runs there, and
+each attention call is recorded instead of computed. A model whose code reads values runs with zeros as weights.
 
-Left out: towers whose inputs cannot be told from a config (those of Qwen2-VL take a grid for each image). Their source is
-checked like that of every part, and they are reported as untried.
+Left out: towers whose inputs do not follow from a config (towers of Qwen2-VL take a grid for each image). Their source is
+checked like the source of every part, and they are reported as untried.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ from fa_serve.spec import AttentionSpec, OpSpec, ParameterError, UnsupportedMode
 
 @dataclass(frozen=True)
 class Layer:
-    """One call of attention: the class of the module that makes it, and what it asks for, as a dense prefill.
+    """One attention call: the class of the module that makes it, and its spec, as a dense prefill.
 
-    latent: the sizes of its latent attention, None for another kind. The engine caches latent keys if it can prove the layer
+    latent: the sizes of its latent attention; None for other attention. The engine caches latent keys if it can prove the layer
     """
 
     module: str
@@ -62,13 +62,13 @@ class Layer:
 
 @dataclass
 class Part:
-    """A model that has a config: the whole, its text model, or a tower.
+    """A model that has a config: the whole model, its text model, or a tower.
 
     refused: why fa_serve does not serve it, or None
     untried: why its layers are not known, or None
-    layers:  the calls of attention in one forward, in order
+    layers:  the attention calls of one forward, in order
     experts: for each class of experts, which kernels compute them with experts_implementation="fa_serve", by the number of
-             tokens, or why nobody does
+             tokens, or why fa_serve does not compute them
     """
 
     name: str
@@ -79,7 +79,7 @@ class Part:
     experts: dict[str, str] = field(default_factory=dict)
 
     def kinds(self) -> list[tuple[Layer, str]]:
-        """The different layers, each with the calls of the forward that ask for the same: "0-4, 6-10"."""
+        """The distinct layers, each with the indices of the calls in the forward that are equal to it: "0-4, 6-10"."""
         found: dict[Layer, list[list[int]]] = {}
         for i, layer in enumerate(self.layers):
             spans = found.setdefault(layer, [])
@@ -94,9 +94,9 @@ class Part:
 class RankShare:
     """What each rank of tensor parallelism holds.
 
-    divided, whole: bytes of the parts of divided weights, and of weights that every rank keeps whole
-    total:          bytes of all weights
-    layers:         what attention layers ask for on a rank, by layer
+    divided, whole: bytes of a rank's parts of divided weights, and of weights that every rank keeps whole
+    total:          bytes of all weights of the model
+    layers:         the spec of each attention layer on a rank
     """
 
     size: int
@@ -116,11 +116,11 @@ class Description:
     """The parts of a model, and why the engine cannot run it (None: it can).
 
     share: what each rank of tensor parallelism holds, or why the model cannot be divided; None for one rank
-    weights: how the weights of linear layers and experts are kept and which kernels compute them, and the layers; empty if the
-             engine does not run the model, or why its quantised weights are refused
+    weights: the formats of the weights of linear layers and experts, each with the layers that have it and the kernels that
+             compute it; empty if the engine does not run the model; a str says why its quantised weights are refused
     states:  what each recurrence or convolution keeps of a sequence, if the engine runs the model
     images:  why a model that generates takes no images, or None
-    limit:   the tokens up to which the engine serves a sequence, beside what memory and positions allow; None: no such limit
+    limit:   the largest number of tokens of a sequence, apart from the limits of memory and positions; None: no such limit
     encoder: what an encoder computes, or why fa_serve refuses its folder; None for a model that generates
     """
 
@@ -141,7 +141,7 @@ def describe(
     tensor_parallel: int = 1,
     revision: str | None = None,
 ) -> Description:
-    """What the layers of a model ask for, and why fa_serve or its engine refuses it, if they do.
+    """What the layers of a model ask for, and, if fa_serve or its engine refuses the model, the reason.
 
     model_or_config: a hub name, a folder, the path of a config.json, or a config
     tensor_parallel: number of ranks that the model would be divided between
@@ -149,7 +149,7 @@ def describe(
     revision:        a commit, a tag or a branch of a model of the hub
 
     Raises OSError or ValueError, with transformers' message, for a name that belongs to no model, and UnsupportedModelError for
-    a config of which transformers makes no model.
+    a config from which transformers makes no model.
     """
     if revision is not None:
         if not isinstance(model_or_config, str):
@@ -206,7 +206,7 @@ def _make_without_weights(config: PreTrainedConfig, auto: Any) -> PreTrainedMode
 
 
 def _folder_of(model_or_config: str | PreTrainedConfig) -> str | None:
-    """Where the files of a model are that say what it is for. A config alone does not say it: the model may have modules."""
+    """The folder or hub name whose files show the model's task; None for a config alone, which does not show all modules."""
     if not isinstance(model_or_config, str):
         return None
     file = Path(model_or_config)
@@ -218,7 +218,7 @@ def _folder_of(model_or_config: str | PreTrainedConfig) -> str | None:
 def _describe_encoder(
     path: str, task: EncoderTask, model: PreTrainedModel, parts: list[Part], tensor_parallel: int
 ) -> Description:
-    """An encoder, whose layers are asked for packed sequences if it follows them."""
+    """The description of an encoder. Its layers have the layout "varlen" if the encoder packs sequences."""
     facts: EncoderFacts | str
     try:
         require_text(model)
@@ -233,7 +233,7 @@ def _describe_encoder(
 
 
 def _why_no_images(config: PreTrainedConfig) -> str | None:
-    """Why a model takes no images; None if it takes them."""
+    """Why a model takes no images; None if it takes images."""
     if text_key(config) is None:
         return "it has no towers"
     try:
@@ -264,7 +264,7 @@ def _rank_share(config: PreTrainedConfig, size: int) -> RankShare:
             if isinstance(module, QuantizedExperts) or (isinstance(module, QuantizedLinear) and last == "weight"):
                 kept, num_bytes = _quantized_bytes(module, last, cut, size, model.dtype)
             elif last not in module._parameters:
-                continue  # a buffer, which is no weight
+                continue  # a buffer is no weight
             else:
                 parameter = model.get_parameter(f"{path}.{name}")
                 kept = sum(part.numel() for part in cut.kept(parameter, 0, size)) * parameter.element_size()
@@ -280,7 +280,7 @@ def _rank_share(config: PreTrainedConfig, size: int) -> RankShare:
             saved += num_bytes - num_bytes // size
     specs = []
     asked = model_layers(config)
-    # layers with a state ask nothing of attention, and are divided too
+    # layers with a state have no attention spec, but are divided too
     divided_layers = {int(path.rpartition(".")[2]): (path, layer) for path, layer in division.layers.items()}
     numbers = asked.attention if asked.states else divided_layers
     for number, spec in zip(numbers, asked.attention.values(), strict=True):
@@ -296,7 +296,7 @@ def _rank_share(config: PreTrainedConfig, size: int) -> RankShare:
 def _quantized_bytes(
     module: QuantizedLinear | QuantizedExperts, projection: str, cut: Cut, size: int, dtype: torch.dtype
 ) -> tuple[int, int]:
-    """Bytes of the quantised weights of a linear layer, or of a product of experts, that a rank keeps, and of all."""
+    """The bytes of a linear layer's or an expert projection's quantised weights: those that a rank keeps, and all of them."""
     if isinstance(module, QuantizedExperts):
         n, k = module.sizes(projection)
         matrices = module.num_experts * PROJECTIONS[projection]
@@ -313,7 +313,7 @@ def _quantized_bytes(
 
 
 def decoding(layer: Layer) -> AttentionSpec:
-    """The same layer in the engine's decoding: one token of each sequence, keys and values in pages of 16."""
+    """The spec of a layer in the engine's decoding: one token of each sequence, keys and values in pages of 16."""
     spec = layer.spec if layer.latent is None else latent_spec(layer.spec, layer.latent)
     return replace(spec, layout="paged", page_size=16, op="decode")
 
@@ -329,7 +329,7 @@ def _configs(config: PreTrainedConfig) -> list[PreTrainedConfig]:
 
 
 def _models(whole: PreTrainedModel) -> list[tuple[str, PreTrainedModel]]:
-    """(name, model) for the models inside a model whose configs differ by name or class, outermost first."""
+    """(name, model) for each model inside `whole` whose config differs in name or class from the others, outermost first."""
     names = {id(getattr(whole.config, name, None)): name for name in whole.config.sub_configs}
     first: dict[object, tuple[str, PreTrainedModel]] = {}
     for model in whole.modules():
@@ -340,7 +340,7 @@ def _models(whole: PreTrainedModel) -> list[tuple[str, PreTrainedModel]]:
 
 
 def _examine(name: str, model: PreTrainedModel, device: str, arch: int) -> Part:
-    """Check one part, and run its forward without weights if it attends itself."""
+    """Check one part, and run its forward without weights if it computes attention itself and not only through inner parts."""
     part = Part(name, type(model).__name__)
     within = [m for m in model.modules() if isinstance(m, PreTrainedModel)]
     try:
@@ -350,7 +350,7 @@ def _examine(name: str, model: PreTrainedModel, device: str, arch: int) -> Part:
         part.refused = str(error)
         return part
     if len({type(m.config) for m in within}) > 1:
-        return part  # the parts inside it attend, and are examined one by one
+        return part  # its inner parts compute the attention, and are examined one by one
     part.experts = _examine_experts(model, OpSpec(device, arch))
     for each in within:
         prepare_model(each)
@@ -361,7 +361,7 @@ def _examine(name: str, model: PreTrainedModel, device: str, arch: int) -> Part:
     registered[NAME] = recorder
     try:
         run_without_weights(model, lambda: _record(model, recorder))
-    except Exception as error:  # any model may raise anything for inputs that it does not expect
+    except Exception as error:  # a model's code may raise anything for inputs that it does not expect
         part.untried = f"its forward without weights failed with {type(error).__name__}: {str(error)[:200]}"
     finally:
         registered[NAME] = known
@@ -372,7 +372,7 @@ def _examine(name: str, model: PreTrainedModel, device: str, arch: int) -> Part:
 
 
 def _record(model: PreTrainedModel, recorder: _Recorder) -> None:
-    """One forward, whose calls of attention the recorder writes down."""
+    """Run one forward, whose attention calls `recorder` records."""
     recorder.layers.clear()
     with torch.no_grad():
         model.train(False)(**_inputs(model))
@@ -395,7 +395,7 @@ def _examine_experts(model: PreTrainedModel, spec: OpSpec) -> dict[str, str]:
 
 
 class _Recorder:
-    """Takes the place of the attention function: it writes each call down, and computes nothing."""
+    """Replaces the attention function: it records each call, and computes nothing."""
 
     def __init__(self, device: str, arch: int, dtype: torch.dtype) -> None:
         self.layers: list[Layer] = []
@@ -425,7 +425,7 @@ def _inputs(model: PreTrainedModel) -> dict[str, Tensor]:
         raise UnsupportedModelError(f"the main input must be one of {sorted(makers)}, got {model.main_input_name!r}")
     inputs = {model.main_input_name: makers[model.main_input_name]()}
     if model.main_input_name == "input_ids":
-        inputs["attention_mask"] = torch.ones_like(ids)  # see _probe in paged.py
+        inputs["attention_mask"] = torch.ones_like(ids)  # see `_probe` in probe.py
     return inputs | ({"decoder_input_ids": ids} if config.is_encoder_decoder else {})
 
 

@@ -5,8 +5,8 @@
 
 The attention of DeepSeek V2 and V3, Kimi K2, GLM-4.7-Flash, Youtu and MiniCPM3 has a projection `kv_a_proj_with_mqa` to a
 latent vector and a rotated key that all heads share, a norm `kv_a_layernorm` of the latent vector, and a projection `kv_b_proj`
-from it to the keys and values of all heads. Left out: whether a layer computes what these names say, which the engine proves
-(fa_serve.hf.surgery.fuse.fusion), and layers that choose keys themselves, which are refused (models.py).
+from the latent vector to the keys and values of all heads. Left out: whether a layer computes what these names say, which the
+engine proves (fa_serve.hf.surgery.fuse.fusion, and fa_serve.hf.surgery.latent_keys for layers that run their own code).
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from fa_serve.spec import AttentionSpec
 
 
 class LatentSizes(NamedTuple):
-    """How many numbers the parts of keys and values have.
+    """The sizes of the parts of keys and values.
 
-    rank:       of a latent vector (kv_lora_rank)
-    rope:       of the rotated part of a key, which all heads share
-    nope:       of the part of a key that is not rotated, for each head
-    head_dim_v: of the value of a head
+    rank:       size of a latent vector (kv_lora_rank)
+    rope:       size of the rotated part of a key, which all heads share
+    nope:       size of the part of a head's key that is not rotated
+    head_dim_v: size of a head's value
     """
 
     rank: int
@@ -35,9 +35,9 @@ class LatentSizes(NamedTuple):
 
 
 def latent_sizes(attention: nn.Module, num_heads: int, head_dim: int) -> LatentSizes | None:
-    """The sizes of a module's latent attention, None for one that has another kind of attention.
+    """The sizes of a module's latent attention, or None for a module with another kind of attention.
 
-    num_heads, head_dim: of its queries
+    num_heads, head_dim: of the module's queries
     """
     found: Any = attention
     if not all(hasattr(found, name) for name in ("kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj")):
@@ -49,7 +49,7 @@ def latent_sizes(attention: nn.Module, num_heads: int, head_dim: int) -> LatentS
 
 
 def latent_spec(spec: AttentionSpec, sizes: LatentSizes) -> AttentionSpec:
-    """What a layer asks of attention on the engine's cache if it caches latent keys; `spec` is what it asks without them."""
+    """The spec of a layer on the engine's cache if the cache holds latent keys. spec: the layer's spec with expanded keys"""
     return replace(
         spec,
         num_kv_heads=1,

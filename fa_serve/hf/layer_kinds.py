@@ -1,11 +1,12 @@
-"""Few layers that stand for all: how many of a model's first layers show every kind of its layers.
+"""A few layers that stand for all layers: how many of a model's first layers contain every kind of its layers.
 
     with few_layers(model):
         paged_forward(model, ...)            # launches the kernels of every kind of layer, in a fraction of the time
 
 Layers differ in their modules and settings and in the shapes and dtypes of their weights (dense layers before experts, layers
-that are not quantised), which `kind_of` tells, and by lists in the config with one entry for each layer, such as `layer_types`.
-Left out: layers that differ in another way. Running few of them misses some, which costs time later and no correctness.
+that are not quantised), which `kind_of` compares, and in lists of the config with one entry for each layer, such as
+`layer_types`. Left out: layers that differ in another way. A few layers may not contain all of these kinds. This costs time
+later, but not correctness.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from fa_serve.hf.surgery.proof import kind_of
 
 
 def num_distinct_layers(config: PreTrainedConfig, layers: Iterable[nn.Module] = ()) -> int:
-    """The number of layers, counted from the first, among which every kind of layer occurs.
+    """The smallest number of layers, counted from the first, that contains every kind of layer.
 
-    layers: those that `config` describes, if it is not all that tells them apart
+    layers: the layers that `config` describes, if they must also be told apart by their modules and weights
     """
     text: Any = config.get_text_config()
     total = int(text.num_hidden_layers)
@@ -47,14 +48,14 @@ def _by_layer(text: Any) -> dict[str, Any]:
 
 
 def decoder_layers(model: PreTrainedModel, total: int) -> list[nn.Module]:
-    """The layers that the config counts; nothing if they are not in one list."""
+    """The decoder layers of a model, `total` of them; an empty list if they are not in one list."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == total]
     return list(lists[0]) if lists else []
 
 
 @contextmanager
 def few_layers(model: PreTrainedModel) -> Iterator[None]:
-    """Forwards within this context compute the first layers only. Models that do not look at their config compute them all."""
+    """Inside, forwards compute only the first layers. Models that do not read the config in their forward compute all."""
     text: Any = model.config.get_text_config()
     total = text.num_hidden_layers
     text.num_hidden_layers = num_distinct_layers(model.config, decoder_layers(model, total))

@@ -1,13 +1,14 @@
 """A model that is being trained in this process, as an engine borrows it: what is refused, and how it is given back.
 
     check_live(model)                        # raises UnsupportedModelError with the reason
-    model = trained_model(model)             # what a wrapper holds
+    model = trained_model(model)             # the model inside a wrapper
     own = ModelState.of(model)
     ...                                      # attention is switched, layers are fused, dropout is off
     own.restore()                            # the trainer finds its model as it was
 
-Weights are not copied: an optimizer's step in place is seen at once, also by merged weights, of which the parameters are views.
-`Addresses` tells when that has ended, because a parameter has got other memory. Left out: what is done to the model.
+Weights are not copied: an optimizer's in-place step takes effect at once, also in merged weights, because the parameters are
+views of these. `Addresses` shows when this no longer holds, because a parameter has moved to other memory. Left out: what is
+done to the model.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from fa_serve import ops
 from fa_serve.spec import UnsupportedModelError
 
 _PLAIN = frozenset({type(None), bool, int, float, str})
-"""Types of most fields of a replaced forward, in which no tensors are looked for."""
+"""Types of most fields of a replaced forward; they hold no tensors."""
 _DROPOUTS = (
     "dropout",
     "attention_dropout",
@@ -40,12 +41,12 @@ _DROPOUTS = (
     "resid_pdrop",
     "layerdrop",
 )
-"""Shares that layers of transformers keep themselves, and give to a function."""
+"""Attributes in which layers of transformers keep a dropout probability that they pass to a function."""
 _SETTINGS = ("_attn_implementation_internal", "_experts_implementation_internal")
 
 
 def trained_model(model: nn.Module) -> PreTrainedModel:
-    """The model of transformers that DistributedDataParallel, torch.compile or peft have wrapped; another one as it is.
+    """The model of transformers inside a wrapper of DistributedDataParallel, torch.compile or peft; an unwrapped model itself.
 
     Raises UnsupportedModelError if there is none.
     """
@@ -53,7 +54,7 @@ def trained_model(model: nn.Module) -> PreTrainedModel:
     for _ in range(8):
         if isinstance(inner, PreTrainedModel):
             return inner
-        # torch.compile, DistributedDataParallel, and PeftModel, which hands down the attributes of the tuner that it holds
+        # torch.compile, DistributedDataParallel, and PeftModel, which passes on the attributes of its tuner
         wrapped = [getattr(inner, name, None) for name in ("_orig_mod", "module", "model", "base_model")]
         inner = next((each for each in wrapped if isinstance(each, nn.Module)), None)
     raise UnsupportedModelError(f"a model of transformers is needed, or a wrapper around one, got {type(model).__name__}")
@@ -84,8 +85,8 @@ def check_live(model: nn.Module) -> None:
 
 
 def modules_in(model: nn.Module) -> list[nn.Module]:
-    """All modules, each once, as `model.modules()` has them, whose nested generators take twenty times as long: what is done
-    at each step of a trainer goes over modules several times."""
+    """All modules, each once, in the order of `model.modules()`, whose nested generators take twenty times as long. The time
+    matters, because each step of a trainer goes over all modules several times."""
     found: dict[nn.Module, None] = {}
     left = [model]
     while left:
@@ -97,12 +98,12 @@ def modules_in(model: nn.Module) -> list[nn.Module]:
 
 
 def parameters_in(model: nn.Module) -> list[Tensor]:
-    """All parameters, each once, as `model.parameters()` has them."""
+    """All parameters, each once, in the order of `model.parameters()`."""
     return [*{id(x): x for x in _tensors_in(modules_in(model), "_parameters")}.values()]
 
 
 def active_dropout(model: nn.Module) -> tuple[str, float] | None:
-    """The name of a module that drops numbers in the next forward, and their share; None if there is none."""
+    """The name of a module with dropout in the next forward, and its probability; None if there is none."""
     for module in modules_in(model):
         if not module.training:
             continue
@@ -115,7 +116,7 @@ def active_dropout(model: nn.Module) -> tuple[str, float] | None:
 
 
 def drop_autocast_of_accelerate(model: nn.Module) -> None:
-    """Give a model that `Accelerator.prepare` has wrapped in autocast its own forward again, until `ModelState.restore`."""
+    """Remove the autocast wrapper that `Accelerator.prepare` has put around a model's forward, until `ModelState.restore`."""
     before = vars(model).get("_original_forward")
     if getattr(before, "__func__", None) is type(model).forward:
         vars(model).pop("forward", None)
@@ -124,7 +125,7 @@ def drop_autocast_of_accelerate(model: nn.Module) -> None:
 
 
 def _tensors_in(modules: Iterable[nn.Module], *kinds: str) -> list[Tensor]:
-    """The tensors of these modules. kinds: "_parameters" and "_buffers", as a module has them; a shared one comes repeatedly"""
+    """The tensors of these modules; a shared tensor occurs repeatedly. kinds: "_parameters" and "_buffers", a module's dicts"""
     return [x for module in modules for kind in kinds for x in vars(module)[kind].values() if x is not None]
 
 
@@ -133,9 +134,9 @@ def _name_of(model: nn.Module, parameter: Tensor) -> str:
 
 
 def _owner(parameter: Tensor) -> str | None:
-    """Who keeps a parameter in parts, or elsewhere; None if it is a plain tensor."""
+    """The library that keeps a parameter in parts or elsewhere; None if the parameter is a plain tensor."""
     if type(parameter) is nn.Parameter and not vars(parameter):
-        return None  # without a search for attributes in vain, which takes most of the time
+        return None  # a shortcut: searching for attributes that are not there takes most of the time
     if hasattr(parameter, "ds_id"):
         return "DeepSpeed's ZeRO-3"
     if hasattr(parameter, "full_tensor"):
@@ -146,9 +147,9 @@ def _owner(parameter: Tensor) -> str | None:
 
 
 class ModelState(NamedTuple):
-    """What an engine changes of a model beside its weights' places in memory.
+    """What an engine changes in a model, apart from the places of weights in memory.
 
-    modules:  (module, its mode of training, the forward that replaces its own or None)
+    modules:  (module, whether it is in training mode, the forward that replaces its own or None)
     settings: (config, name of an attribute, value)
     """
 
@@ -158,7 +159,7 @@ class ModelState(NamedTuple):
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> ModelState:
-        """As the model is now."""
+        """The current state of a model."""
         found = modules_in(model)
         modules = [(module, module.training, vars(module).get("forward")) for module in found]
         configs = {id(config): config for module in found if (config := vars(module).get("config")) is not None}
@@ -166,7 +167,7 @@ class ModelState(NamedTuple):
         return cls(model, modules, settings)
 
     def restore(self, *, modes: bool = True) -> None:
-        """Make the model so again. modes: whether modules are in the same mode of training as well"""
+        """Give the model this state again. modes: whether to restore the training mode of modules too"""
         for module, training, forward in self.modules:
             own = vars(module)
             if modes:
@@ -179,7 +180,7 @@ class ModelState(NamedTuple):
 
     @contextmanager
     def with_settings(self) -> Iterator[None]:
-        """Inside, configs have the settings that they had then: the implementations of attention and of experts."""
+        """Inside, configs have the settings of this state: the implementations of attention and of experts."""
         own = [(config, name, vars(config)[name]) for config, name, _ in self.settings]
         self._set(self.settings)
         try:
@@ -194,7 +195,7 @@ class ModelState(NamedTuple):
 
 
 class Addresses(NamedTuple):
-    """Where parameters and buffers of a model lie, in the order of modules: equal as long as nothing has got other memory."""
+    """The addresses of a model's parameters and buffers, in the order of modules: equal as long as none of them has moved."""
 
     places: list[tuple[int, int]]
 
@@ -204,7 +205,8 @@ class Addresses(NamedTuple):
 
 
 def forwards_with_copies(model: nn.Module) -> list[nn.Module]:
-    """The modules whose replaced forward holds numbers that are no memory of a parameter: a step does not reach them."""
+    """The modules whose replaced forward holds float tensors outside the memory of parameters and buffers: an optimizer's step
+    does not change these."""
     modules = modules_in(model)
     live = {x.untyped_storage().data_ptr() for x in _tensors_in(modules, "_parameters", "_buffers")}
     return [
@@ -216,7 +218,7 @@ def forwards_with_copies(model: nn.Module) -> list[nn.Module]:
 
 
 def _tensors(replaced: Any) -> list[Tensor]:
-    """The tensors in the fields of a replaced forward, however deep. Modules keep their own."""
+    """The tensors in the fields of a replaced forward, at any depth. Tensors of modules are left out."""
     found = []
     left = [replaced]
     while left:
@@ -237,7 +239,7 @@ def _tensors(replaced: Any) -> list[Tensor]:
 
 @lru_cache(maxsize=256)
 def _field_names(kind: type) -> tuple[str, ...]:
-    """Where values of this type may have tensors: the fields of a dataclass, but for quantised weights."""
+    """The fields in which values of this type may have tensors: those of a dataclass, except quantised weights."""
     if not is_dataclass(kind) or issubclass(kind, ops.QuantizedWeight):
         return ()
     return tuple(field.name for field in fields(kind))

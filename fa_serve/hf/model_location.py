@@ -1,13 +1,13 @@
-"""Where a model is: a folder, or a name of the hub. What cannot be found is refused at once, with the reason and the remedy.
+"""Where a model is: a folder, or a name of the hub. A model that cannot be found is refused at once, with reason and remedy.
 
     find_model("./my-model")           # a ParameterError or an OSError says what is wrong, before anything is loaded
     find_snapshot("org/model", "v1")   # the folder with the files of a revision, which are downloaded
 
-transformers asks the hub several times for each file, and the hub's client tries five times each, with pauses. So the hub is
-asked once, without a second try, before transformers is. A model of which a config has been downloaded is not asked for.
+transformers asks the hub several times for each file, and the hub's client tries each request five times, with pauses. So the
+hub is asked once, without a retry, before transformers asks it. If the model's config has been downloaded, it is not asked.
 
-A revision becomes one folder here, and all else reads that folder: weights, config, tokenizer and processor cannot be of
-different revisions. Left out: whether the files can be read, which loading finds out.
+A revision becomes one folder here, and everything else reads that folder, so weights, config, tokenizer and processor cannot be
+of different revisions. Left out: whether the files can be read; loading shows this.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ TOKENIZER_FILES = (
 )
 WEIGHT_FILES = ("*.safetensors", "*.bin")
 _SECONDS = 10.0
-"""Which the hub has for an answer."""
+"""The time limit for an answer of the hub."""
 _TEXTS = {".json", ".txt", ".model", ".jinja", ".py", ".tiktoken", ".bpe", ".spm", ".vocab"}
-"""Suffixes of what a model has beside weights."""
+"""Suffixes of a model's files other than weights."""
 _FOREIGN = {"onnx", "openvino", "original", "metal", "coreml", "gguf"}
-"""Folders of models that have the same weights for other programs."""
+"""Folders in a model's repository that hold the same weights for other programs."""
 
 
 def find_model(model: str) -> None:
@@ -63,13 +63,13 @@ def find_model(model: str) -> None:
 
 @lru_cache(maxsize=32)
 def find_snapshot(model: str, revision: str, *, weights: bool = True) -> str:
-    """The folder with the files of a hub model at a revision, whose name is the commit. What is missing is downloaded.
+    """The folder with the files of a hub model at a revision, named after the commit. Missing files are downloaded.
 
-    revision: a commit, a tag or a branch. A process that asks again gets the same folder, also if a branch has moved
-    weights:  without them, only the other files are downloaded
+    revision: a commit, a tag or a branch. A process that asks again gets the same folder, even if a branch has moved
+    weights:  False downloads only the other files
 
-    If the hub cannot be asked, the revision must have been downloaded. Raises ParameterError for what is no name of the hub,
-    and OSError for a revision that cannot be had.
+    If the hub cannot be asked, the revision must have been downloaded before. Raises ParameterError for a name that is no hub
+    name, and OSError for a revision that cannot be obtained.
     """
     if wrong := find_wrong_model(model, revision):
         raise ParameterError(*wrong)
@@ -85,21 +85,21 @@ def find_snapshot(model: str, revision: str, *, weights: bool = True) -> str:
         return snapshot_download(model, revision=revision, allow_patterns=files)
     except Exception as error:
         if isinstance(error, OSError) and error.errno is not None:
-            raise  # of the disk
+            raise  # an error of the disk
         raise _refusal(error, model, revision) from None
 
 
 def _downloaded(model: str, revision: str) -> str | None:
-    """The folder of a revision as it was downloaded; None without a config of it."""
+    """The folder of a revision that has been downloaded; None if it has no config."""
     try:
         folder = snapshot_download(model, revision=revision, local_files_only=True)
-    except Exception:  # whatever its library raises for a folder that is not there
+    except Exception:  # the hub's client may raise anything for a missing folder
         return None
     return folder if (Path(folder) / CONFIG).is_file() else None
 
 
 def _files_of_model(names: Iterable[str], *, weights: bool) -> list[str]:
-    """Those files that transformers reads. Pickles are left out of folders that have their weights as safetensors."""
+    """The files that transformers reads. Pickles are left out in folders that have the weights as safetensors too."""
     paths = [PurePosixPath(name) for name in names]
     paths = [path for path in paths if _FOREIGN.isdisjoint(path.parts)]
     tensors = [path for path in paths if path.suffix == ".safetensors" and not path.name.startswith("consolidated")]
@@ -109,7 +109,7 @@ def _files_of_model(names: Iterable[str], *, weights: bool) -> list[str]:
 
 
 def _refusal(error: Exception, model: str, revision: str | None = None) -> OSError:
-    """What is wrong, in one sentence. error: of the hub's client"""
+    """An error that says in one sentence what is wrong. error: raised by the hub's client"""
     where = f"{constants.ENDPOINT}/{model}"
     named = model if revision is None else f"{model} at the revision {revision}"
     match error:
@@ -124,7 +124,7 @@ def _refusal(error: Exception, model: str, revision: str | None = None) -> OSErr
             return OSError(f"the model {named} has no {CONFIG} at {where}: name a model in the format of transformers")
         case HfHubHTTPError():
             return OSError(f"the model {named} cannot be loaded: {where} answers with {error.response.status_code}")
-    # of the HTTP client, whose errors share no class with the hub's
+    # an error of the HTTP client, whose errors share no class with those of the hub's client
     return OSError(
         f"the model {named} is not on this machine, and {constants.ENDPOINT} cannot be reached "
         f"({type(error).__name__}: {error}): check the network, HF_ENDPOINT and HF_HUB_OFFLINE, or give a folder"

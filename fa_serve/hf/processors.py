@@ -1,16 +1,16 @@
-"""A model's own processor, asked for the two things of which a prompt with images is made.
+"""Gets the two parts of a prompt with images from a model's own processor: inputs of the towers, and the text of the prompt.
 
     processor = load_processor(path, trust_remote_code=False)      # raises ParameterError, with the reason
-    inputs, text = process_image(processor, image)                 # for the towers, and what stands for the image in a prompt
+    inputs, text = process_image(processor, image)                 # for the towers, and the text of the image in a prompt
     written = write_prompt(processor, "<image>What is this?", [text])       # the text that the processor gives its tokenizer
 
-Both run the processor's own `__call__`, on a copy of which some parts are replaced, and stop where it calls its tokenizer. So
-arguments are merged, images are laid out and prompts are written by the code of the type: a PaliGemma puts a token and a line
-break around the question, an Idefics 2 joins neighbouring images. Images are processed one at a time, in another process, and
-before the prompt is known; `own_tokens` is what the processor makes of the whole, with which that is compared
+Both functions run the processor's own `__call__`, on a copy with some parts replaced, and stop where it calls its tokenizer. So
+the type's own code merges arguments, lays out images and writes prompts: PaliGemma's processor puts a token and a line break
+around the question, and Idefics 2's joins neighbouring images. Images are processed one at a time, in another process, and
+before the prompt is known. The result is compared with `own_tokens`, the tokens of the processor for the whole prompt
 (fa_serve.engine.images.processor).
 
-Left out: tokens, and what becomes of the inputs (fa_serve.engine.images).
+Left out: tokenization, and what the inputs are used for (fa_serve.engine.images).
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from fa_serve.spec import ParameterError
 
 @dataclass(frozen=True, slots=True)
 class WrittenPrompt:
-    """text: with images expanded; special_tokens: whether the tokenizer adds those that it adds to every text"""
+    """text: with images expanded; special_tokens: whether the tokenizer is to add its usual special tokens"""
 
     text: str
     special_tokens: bool
 
 
 class _TokenizerReachedError(Exception):
-    """The processor has come to its tokenizer. text, special_tokens: what it gives it"""
+    """The processor has called its tokenizer. text, special_tokens: the arguments of the call"""
 
     def __init__(self, text: str, special_tokens: bool) -> None:
         self.text = text
@@ -51,11 +51,11 @@ class _TokenizerReachedError(Exception):
 
 
 class _ImagesReachedError(Exception):
-    """The processor reads images in its own way."""
+    """The processor has called its image processor directly."""
 
 
 class _StandIn:
-    """A part of a processor whose calls go elsewhere."""
+    """Replaces a part of a processor: calls go to `call`, and attributes come from the part."""
 
     def __init__(self, part: Any, call: Callable[..., Any]) -> None:
         self._part = part
@@ -69,10 +69,10 @@ class _StandIn:
 
 
 def load_processor(path: str, *, trust_remote_code: bool) -> Any:
-    """The processor of a model. Raises ParameterError, with the reason, for a model without one that takes images."""
+    """The processor of a model. Raises ParameterError, with the reason, for a model without a processor that takes images."""
     try:
         processor = cast(Any, AutoProcessor).from_pretrained(path, trust_remote_code=trust_remote_code)
-    except Exception as error:  # whatever the code of a processor can raise, such as for a package that is missing
+    except Exception as error:  # a processor's code may raise anything, such as for a missing package
         told = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
         raise ParameterError("images", f"be empty, because the model's processor cannot be loaded ({told})", path) from error
     if getattr(processor, "image_processor", None) is None:
@@ -82,7 +82,7 @@ def load_processor(path: str, *, trust_remote_code: bool) -> Any:
 
 
 def load_image_token(path: str, *, trust_remote_code: bool) -> int:
-    """The token in whose places a model puts embeddings of images, as its config says. Raises ParameterError if none does."""
+    """The token that a model replaces by embeddings of images, from its config. Raises ParameterError if it names none."""
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     token = find_image_token(config)
     if token is None:
@@ -91,18 +91,18 @@ def load_image_token(path: str, *, trust_remote_code: bool) -> int:
 
 
 def find_image_token(config: Any) -> int | None:
-    """The token in whose places a model puts embeddings of images; None for a model without one.
+    """The token that a model replaces by embeddings of images; None for a model without such a token.
 
-    A processor has others around it, for the begin, the end and the lines of an image.
+    A processor puts other tokens around it, for the beginning, the end and the lines of an image.
     """
     tokens = [getattr(config, name, None) for name in IMAGE_TOKEN_NAMES]
     return next((token for token in tokens if isinstance(token, int)), None)
 
 
 def find_image_text(processor: Any) -> str:
-    """What stands in a text in the place of an image, before the processor expands it.
+    """The text that stands for an image before the processor expands it.
 
-    Most often that is the name of the image token. Raises ParameterError for a processor that replaces nothing.
+    Most often this is the name of the image token. Raises ParameterError for a processor that replaces nothing.
     """
     names = ["image_token", *(name for name in vars(processor) if name.startswith("image_") and name.endswith("_token"))]
     for name in names:
@@ -121,9 +121,9 @@ def processor_identity(processor: Any) -> bytes:
 
 
 def process_image(processor: Any, image: Any) -> tuple[Mapping[str, Tensor], str]:
-    """What the towers get of an image, and what stands for it in a prompt. Raises whatever the processor's code raises.
+    """The inputs of the towers for an image, and the text that stands for it in a prompt. Raises what the processor raises.
 
-    image: of PIL, or (height, width, 3) uint8
+    image: a PIL image, or (height, width, 3) uint8
     """
     worker = _unchecked(processor)
     own_process = worker._process_images
@@ -145,7 +145,7 @@ def process_image(processor: Any, image: Any) -> tuple[Mapping[str, Tensor], str
         texts.append(text[0])
         if made:
             raise _TokenizerReachedError(text[0], False)
-        return {"input_ids": []}  # the images come later (Idefics 2)
+        return {"input_ids": []}  # this processor reads its images only after it tokenizes (Idefics 2)
 
     worker._process_images = process
     worker.image_processor = _StandIn(own_read, read)
@@ -157,10 +157,10 @@ def process_image(processor: Any, image: Any) -> tuple[Mapping[str, Tensor], str
 
 
 def write_prompt(processor: Any, text: str, replacements: Sequence[str], *, checked: bool = True) -> WrittenPrompt:
-    """What the processor gives its tokenizer for a text. Raises whatever the processor's code raises.
+    """The text that the processor gives its tokenizer for a prompt. Raises what the processor's code raises.
 
-    replacements: what stands for each image, as `process_image` returned it
-    checked:      the processor refuses a text in which an image lacks what a chat template puts around it
+    replacements: the text that stands for each image, as `process_image` returned it
+    checked:      whether the processor refuses a text in which an image lacks the tokens that a chat template puts around it
     """
     worker = copy.copy(processor) if checked else _unchecked(processor)
 
@@ -173,37 +173,37 @@ def write_prompt(processor: Any, text: str, replacements: Sequence[str], *, chec
     worker._process_images = lambda *_, **__: ({}, list(replacements))
     worker.image_processor = _StandIn(worker.image_processor, read)
     worker.tokenizer = _StandIn(worker.tokenizer, tokenize)
-    # the tokenizer of a processor may be set to add none
+    # the tokenizer of a processor may be configured to add no special tokens
     adds = processor.tokenizer.num_special_tokens_to_add() > 0
     try:
         worker(text=[text], images=[torch.zeros(3, 1, 1, dtype=torch.uint8)] * len(replacements))
     except _TokenizerReachedError as reached:
         return WrittenPrompt(reached.text, adds and reached.special_tokens)
-    except _ImagesReachedError:  # the text would be found out by pixels (Qwen-Omni)
+    except _ImagesReachedError:  # this processor needs pixels to write the text (Qwen-Omni)
         return WrittenPrompt(processor.get_text_with_replacements([text], list(replacements))[0][0], adds)
     raise NotImplementedError(f"{type(processor).__name__} has not called its tokenizer")
 
 
 def own_tokens(processor: Any, text: str, images: Sequence[Any]) -> list[int]:
-    """The tokens that the processor itself makes of a text and its images. Raises whatever its code raises."""
+    """The tokens that the processor itself makes from a text and its images. Raises what the processor's code raises."""
     worker = _unchecked(processor)
     pictures = [_as_picture(image) for image in images]
     try:
         found = worker(text=[text], images=[pictures], return_tensors="pt")
-    except Exception:  # a processor that takes no lists of lists of images (GOT-OCR 2)
+    except Exception:  # this processor takes no lists of lists of images (GOT-OCR 2)
         found = worker(text=[text], images=pictures, return_tensors="pt")
     return cast("list[int]", found["input_ids"][0].tolist())
 
 
 def _as_picture(image: Any) -> Any:
-    """An image as every processor takes it (Idefics 2 takes those of PIL alone)."""
+    """An image in a form that every processor takes (Idefics 2 takes only PIL images)."""
     if not isinstance(image, np.ndarray):
         return image
     return to_pil_image(image, do_rescale=False, input_data_format=ChannelDimension.LAST)
 
 
 def _unchecked(processor: Any) -> Any:
-    """A copy that takes an image token without the tokens that a chat template puts around it."""
+    """A copy of the processor that takes an image token without the tokens that a chat template puts around it."""
     worker = copy.copy(processor)
     worker.validate_inputs = lambda *_, **__: None
     worker._check_special_mm_tokens = lambda *_, **__: None

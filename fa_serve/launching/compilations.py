@@ -1,4 +1,4 @@
-"""Kernels are compiled ahead of the requests that need them, side by side; kept in a folder; and counted.
+"""Kernels are compiled in parallel before requests need them, kept in a folder, and counted.
 
     use_kernel_cache("cuda", "0.2.0")
     watch()
@@ -7,8 +7,8 @@
     num_compilations()                       # Compilations(loaded=112, compiled=3): since `watch`
 
 A kernel that a launch needs for the first time is compiled, which takes a second, or loaded from Triton's cache on disk, which
-takes milliseconds. Either way the launch waits. Left out: what compiles (launching/compilers.py), and which kernels a model
-needs, which the engine finds out by running steps (engine/warm_up.py).
+takes milliseconds. Either way the launch waits. Left out: the threads and processes that compile (launching/compilers.py), and
+which kernels a model needs, which the engine finds out by running steps (engine/warm_up.py).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 
 class Compilations(NamedTuple):
-    """Kernels that launches have waited for. loaded: from the cache on disk; compiled: that were not there."""
+    """How many kernels launches have waited for. loaded: found in the cache on disk; compiled: not found there."""
 
     loaded: int = 0
     compiled: int = 0
@@ -69,7 +69,7 @@ def watch() -> None:
 
 
 def num_compilations() -> Compilations:
-    """How many kernels have been loaded and compiled since `watch`, which must have been called for anything but zeros."""
+    """How many kernels have been loaded and compiled since `watch` was called; zeros if it was not called."""
     try:
         from triton import knobs
     except ImportError:
@@ -79,7 +79,7 @@ def num_compilations() -> Compilations:
 
 
 class Compilers(NamedTuple):
-    """What `run_compiled` compiles with. processes: of fa_serve.launching.compilers; None if threads do all"""
+    """The threads and processes with which `run_compiled` compiles. processes: None if only threads compile"""
 
     num_threads: int = 1
     processes: CompilerProcesses | None = None
@@ -110,15 +110,15 @@ def run_compiled(
     seconds: float | None = None,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Exception]:
-    """Call each function until it comes to its end, while the kernels that the functions launch are compiled.
+    """Call each function until it finishes, while threads and processes compile the kernels that the functions launch.
 
     A function ends early at a kernel that is not compiled yet. It is called again, from its beginning, when that kernel exists;
     meanwhile the others run. So every kernel that is launched reads what earlier kernels have written. A function that raises,
     or whose kernel cannot be compiled, is not called again. Returns what was raised, and a TimeoutError for each function that
-    still waits for a kernel after `seconds`. Raises torch.AcceleratorError at once, because nothing more can be computed
+    still waits for a kernel after `seconds`. Raises torch.AcceleratorError immediately, because nothing more can be computed
     on that device in this process.
 
-    on_progress: called with the number of functions that need no call any more, and of all
+    on_progress: called with the number of functions that need no further call, and the number of all functions
     """
     limit = float("inf") if seconds is None else time.monotonic() + seconds
     try:
@@ -153,7 +153,7 @@ def run_compiled(
 
 
 def _error_of(call: Callable[[], None]) -> Exception | None:
-    """What the function raises, without the frames, which hold tensors."""
+    """What the function raises, without its traceback, whose frames would keep tensors alive."""
     try:
         call()
     except torch.AcceleratorError:
@@ -164,7 +164,7 @@ def _error_of(call: Callable[[], None]) -> Exception | None:
 
 
 def kernel_cache_root() -> Path:
-    """The folder in which a server keeps kernels, in a folder for each GPU; or TRITON_CACHE_DIR, which has no such folders."""
+    """The folder in which a server keeps kernels, in a subfolder per GPU; or TRITON_CACHE_DIR, which has no such subfolders."""
     if "TRITON_CACHE_DIR" in os.environ:
         return Path(os.environ["TRITON_CACHE_DIR"])
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fa_serve"
@@ -175,7 +175,7 @@ def use_kernel_cache(device: str, release: str) -> None:
 
     The folder can be copied into an image, and old ones can be deleted. The variable TRITON_CACHE_DIR overrides it.
 
-    release: of fa_serve
+    release: the release of fa_serve
     """
     if "TRITON_CACHE_DIR" in os.environ or not device.startswith("cuda"):
         return

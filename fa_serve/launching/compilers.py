@@ -1,17 +1,18 @@
-"""Threads that compile Triton's kernels, and processes in which they can have this done.
+"""Threads that compile Triton's kernels, and processes to which the threads can pass this work.
 
     processes = CompilerProcesses(14)            # returns at once: they import while a model is loaded
     with CompilerThreads(14, processes) as threads, triton.AsyncCompileMode(threads):
         kernel.warmup(...)                       # a thread compiles
     processes.close()
 
-A third of a compilation holds Python's lock, mainly while the first IR is built and libdevice is linked. The threads of one
-process therefore compile about eight kernels a second, however many cores there are. A compiler process writes the kernel to
-Triton's cache on disk, and the thread that waited for it loads it from there. A kernel that a process cannot compile is
-compiled by the thread, which raises what is wrong with it. So nothing depends on these processes but speed.
+For a third of its time, a compilation holds Python's global interpreter lock, mainly while the first IR is built and libdevice
+is linked. The threads of one process therefore compile about eight kernels a second, however many cores there are. A compiler
+process writes the kernel to Triton's cache on disk, and the thread that waited for it loads it from there. A kernel that a
+process cannot compile is compiled by the thread, which raises what is wrong with it. So only speed depends on these processes.
 
-The first process imports PyTorch, Triton and all kernels, and forks before it has a second thread. None of them uses a GPU.
-Each ends when its pipe is closed, which the system does if this process is killed, or when a kernel takes it too long.
+The first process imports PyTorch, Triton and all kernels, and forks the others before it has a second thread. None of them uses
+a GPU. A process ends when its pipe is closed (the operating system closes it if this process is killed), or when a kernel takes
+too long.
 """
 
 from __future__ import annotations
@@ -42,9 +43,9 @@ from triton.runtime.jit import JITFunction
 
 log = logging.getLogger(__name__)
 COMPILE_SECONDS = 60
-"""How long a process may take for a kernel. The system ends it then, in the middle of what it does."""
+"""How long a process may take for a kernel. After that the operating system ends the process, whatever it is doing."""
 LATE_KERNEL_SECONDS = 5.0
-"""How long the end of such a process may take to be noticed."""
+"""How long it may take until the end of such a process is noticed."""
 POLL_SECONDS = 0.25
 KERNEL_PACKAGES = ("fa_serve.backends.triton", "fa_serve.backends.hopper", "fa_serve.ops")
 _THREAD = threading.local()
@@ -56,7 +57,7 @@ def compiled_by_process() -> bool:
 
 
 class CompilerProcesses:
-    """`count` processes, which are started at once and ready a few seconds later."""
+    """`count` processes, which start immediately and are ready a few seconds later."""
 
     def __init__(self, count: int) -> None:
         pipes = [Pipe() for _ in range(count)]
@@ -78,7 +79,8 @@ class CompilerProcesses:
 
         compile_kernel: the function that Triton gives to the executor of an AsyncCompileMode
         cancelled:      is set when nobody waits for the kernel any more
-        Returns whether it has been compiled; None if no process is free or the kernel cannot be compiled there.
+        Returns True if the process compiled it, False if the cache had it, and None if no process is free or if the kernel
+        cannot be compiled there.
         """
         connection = self._take()
         if connection is None:
@@ -124,7 +126,7 @@ class CompilerProcesses:
                 self._free.append(connection)
 
     def close(self) -> None:
-        """End all processes that compile nothing now, and the others when they have finished."""
+        """End all idle processes now, and the others when they have finished."""
         with self._lock:
             self._closed = True
             for connection in [*self._importing, *self._free]:
@@ -137,8 +139,8 @@ class CompilerProcesses:
 class CompilerThreads(ThreadPoolExecutor):
     """Runs Triton's compilations.
 
-    processes: compile for these threads when they are ready
-    finish:    called in the thread with each kernel that exists
+    processes: compile for these threads as soon as they are ready
+    finish:    called in the thread with each compiled kernel
     """
 
     def __init__(self, count: int, processes: CompilerProcesses | None, finish: Callable[[Any], None]) -> None:
@@ -165,7 +167,7 @@ class CompilerThreads(ThreadPoolExecutor):
         return kernel
 
     def cancel(self) -> None:
-        """Begin no further compilation, and wait for no process."""
+        """Start no further compilation, and do not wait for processes."""
         self._cancelled.set()
         self.shutdown(wait=False, cancel_futures=True)
         for future in self._futures:
@@ -175,12 +177,12 @@ class CompilerThreads(ThreadPoolExecutor):
 
 def _same_everywhere() -> bool:
     """Whether a process compiles a kernel as this one would, and into the same place."""
-    hook = getattr(knobs.runtime, "add_stages_inspection_hook", None)  # a function of this process
+    hook = getattr(knobs.runtime, "add_stages_inspection_hook", None)  # a function that only this process has
     return hook is None and not knobs.compilation.always_compile
 
 
 class _KernelPickler(pickle.Pickler):
-    """Writes a kernel as the name of its module and its own, because its function is known there by the kernel's name."""
+    """Writes a kernel as the name of its module and its name there. Under that name, pickle would not find its function."""
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, JITFunction):
@@ -195,7 +197,7 @@ def _kernel_named(module: str, name: str) -> Any:
 def _request(compile_kernel: Callable[[], Any]) -> bytes:
     """What a process needs: the arguments of triton.compile, and Triton's environment.
 
-    Triton 3.6 to 3.9 give the executor a function without arguments, whose variables are those of the call.
+    Triton 3.6 to 3.9 give the executor a function without arguments, whose closure holds the variables of the call.
     """
     found = inspect.getclosurevars(compile_kernel).nonlocals
     options = found["options"].__dict__
@@ -206,11 +208,11 @@ def _request(compile_kernel: Callable[[], Any]) -> bytes:
 
 
 def _fork(seconds: int, descriptors: Sequence[int]) -> None:
-    """Import, fork a process for each descriptor, and wait until all of them have ended. seconds: for a kernel"""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C comes to all processes; these end with the one that uses them
+    """Import, fork a process for each descriptor, and wait until all of them have ended. seconds: the limit for a kernel"""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; these end with the one that uses them
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the engine's process ignores it
     _import_kernels()
-    gc.freeze()  # a collection in one of them would copy what they share
+    gc.freeze()  # a garbage collection in one process would copy memory that all of them share
     for descriptor in descriptors:
         if os.fork() == 0:
             try:
@@ -219,7 +221,7 @@ def _fork(seconds: int, descriptors: Sequence[int]) -> None:
                         os.close(other)
                 _answer(Connection(descriptor), seconds)
             finally:
-                os._exit(0)  # nothing of the first process is to be cleaned up here
+                os._exit(0)  # without the clean-up of the first process
     for descriptor in descriptors:
         os.close(descriptor)
     with suppress(ChildProcessError):
@@ -232,16 +234,16 @@ def _import_kernels() -> None:
     for package in KERNEL_PACKAGES:
         rooms = importlib.import_module(package).__path__
         for module in pkgutil.walk_packages(rooms, f"{package}.", onerror=lambda name: None):
-            with suppress(Exception):  # this release of Triton, or this machine, does not have what it needs
+            with suppress(Exception):  # this release of Triton, or this machine, lacks what the module needs
                 importlib.import_module(module.name)
     with suppress(ImportError):
         from triton.runtime.cache import triton_key
 
-        triton_key()  # reads all files of Triton, which is a part of each kernel's name in the cache
+        triton_key()  # the hash of all files of Triton, a part of each kernel's name in the cache
 
 
 def _answer(connection: Connection, seconds: int) -> None:
-    """Compile what comes until the pipe is closed. The reply is None where that has failed."""
+    """Compile what is requested until the pipe is closed. The reply is None if the compilation failed."""
     with suppress(EOFError, OSError):
         connection.send(True)
         while True:
@@ -253,7 +255,7 @@ def _answer(connection: Connection, seconds: int) -> None:
 
 
 def _compile(request: bytes) -> bool | None:
-    """Whether the kernel has been compiled, and not only been found in the cache; None if it could not be compiled."""
+    """Whether the kernel has been compiled here, not just found in the cache; None if it could not be compiled."""
     hits: list[bool] = []
     try:
         variables, source, target, options, env_vars = pickle.loads(request)

@@ -1,13 +1,13 @@
-"""The names that Gluon gives to what the kernel uses, in the release of Triton that is installed.
+"""Functions of Gluon whose names depend on the release of Triton, under one name each.
 
 Gluon is Triton's experimental layer, and its names change from release to release. Modules with kernels import from here what
 has had more than one name in the releases of `hopper.RELEASES`; everything else they import from Gluon itself.
 
     sync_threads    3.6 `thread_barrier`, since 3.7 `barrier`: all threads of the partition wait for each other
-    async_load      up to 3.7 `tma.async_copy_global_to_shared`: start a copy of the copy engine to shared memory
+    async_load      up to 3.7 `tma.async_copy_global_to_shared`: the copy engine starts a copy to shared memory
     copy_to_shared  up to 3.7 `async_copy.async_copy_global_to_shared`: threads start copies of 4 to 16 bytes to shared memory
-    async_store     up to 3.7 `tma.async_copy_shared_to_global`: the same to global memory
-    HAS_REINTERPRET shared memory has the method `reinterpret`, which up to 3.8 is called `_reinterpret`
+    async_store     up to 3.7 `tma.async_copy_shared_to_global`: the copy engine starts a copy to global memory
+    HAS_REINTERPRET whether the method of shared memory is called `reinterpret`; up to 3.8 it is `_reinterpret`
 """
 
 from __future__ import annotations

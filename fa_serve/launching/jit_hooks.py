@@ -4,8 +4,8 @@
 
 A program may set `triton.knobs.runtime.jit_cache_hook` and `jit_post_compile_hook`; vLLM does, to report compilations that
 requests wait for. Triton then describes the kernel in JSON, and a constant that is a dataclass ends the launch with a
-TypeError. Hooks get the text of such a constant instead. Left out: Triton's listener of compilations, which gets no constants
-(launching/compilations.py).
+TypeError. With this module, hooks get the text of such a constant instead. Left out: Triton's listener of compilations, which
+gets no constants (launching/compilations.py).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def show_constants_as_text(kernel: Any) -> None:
 
 
 class _Readable:
-    """call: the method of Triton, which takes a hook and what describes the compilation, some of it in dicts"""
+    """In place of Triton's method. call: that method, which takes a hook and a description of the compilation, partly dicts"""
 
     def __init__(self, call: Callable[..., Any]) -> None:
         self._call = call

@@ -1,14 +1,14 @@
-"""Launching a compiled kernel without asking Triton's JIT again, which is the host's part of a call's cost.
+"""Launching a compiled kernel without asking Triton's JIT again, to save most of the time that a launch takes on the host.
 
 `kernel[grid](...)` derives a key from every argument at each call. With thirty arguments or with tensor descriptors this takes
 tens of microseconds. Here the caller states what may change the machine code, and a plan keeps a `Launch`, which knows
-everything except addresses and goes to the driver at once. Addresses are passed as numbers, which Triton's launcher does not
-look up at the driver, and a tensor descriptor is encoded once for each address.
+everything except addresses and goes straight to the driver. Addresses are passed as numbers, so Triton's launcher does not ask
+the driver about them, and a tensor descriptor is encoded once for each address.
 
 The first launch of each kind goes through the JIT, which compiles, specialises and checks as usual. When a profiler has asked
-Triton to report launches, a launch takes Triton's own way, which makes the report. Within `compiling_in_threads` a first launch
-does not wait for the compiler: it raises, and a thread compiles. This module leaves out what a kernel's arguments are and when
-they may be reused; see `plan`.
+Triton to report launches, a launch goes through Triton's own launcher, which makes the report. Within `compiling_in_threads` a
+first launch does not wait for the compiler: it raises, and a thread compiles. This module leaves out what a kernel's arguments
+are and when they may be reused; see `plans`.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from fa_serve.launching.compilers import CompilerProcesses, CompilerThreads
 from fa_serve.launching.jit_hooks import show_constants_as_text
 from fa_serve.launching.sizes import power_of_2 as power_of_2
 
-# The arguments of Triton's compiled launcher are private to Triton. They were read in these releases; with other releases
-# kernels are launched through the documented interface.
+# The arguments of Triton's compiled launcher are private to Triton. They were read in the source of these releases; with other
+# releases, kernels are launched through the documented interface.
 _FLAT_ARGUMENTS = triton.__version__.startswith("3.6.")
 _HAS_KNOWN_LAUNCHER = _FLAT_ARGUMENTS or triton.__version__.startswith(("3.7.", "3.8.", "3.9."))
 WGMMA_OF_8_COLUMNS = not triton.__version__.startswith(("3.6.", "3.7."))
 """Whether Triton computes products of 8 columns by wgmma on Hopper. Earlier releases do so from 16 columns on."""
 MMA_SYNC: dict[str, Any] = {"arch": "sm89"}
-"""An option of a launch: Triton's passes are those for sm89, whose products are mma.sync. PTX and machine code are those of the
-GPU all the same."""
+"""An option of a launch: Triton runs its passes for sm89, whose products are mma.sync. PTX and machine code are nevertheless
+made for the GPU itself."""
 _RUNTIME = triton.knobs.runtime
 current_device: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
-"""`torch.cuda.current_device` without the three calls by which it first starts CUDA: for a process that has a tensor on a GPU.
-PyTorch for CPUs lacks it."""
+"""`torch.cuda.current_device` without the three calls that first initialise CUDA: a process that has a tensor on a GPU has done
+that already. PyTorch for CPUs lacks this function."""
 FUSED = {"enable_fp_fusion": True}
-"""An option of every launch: a product and a sum are one instruction. Triton 3.9 warns that this will not be its default."""
+"""An option of every launch: a product and a sum become one instruction. Triton 3.9 warns that its default will change."""
 _MAX_ENCODED = 256  # addresses that a view keeps descriptors for
 _MAX_COMPILED = 4096
 _UNCHANGED = nullcontext()
@@ -57,8 +57,8 @@ def multiprocessors(device: torch.device, otherwise: int) -> int:
 
 
 def launch_options(pdl: bool, num_warps: int) -> dict[str, Any]:
-    """Triton's options of a launch. With `pdl` the kernel starts while the kernel before it drains, and waits for its results
-    with `primitives.wait_for_previous_kernel`."""
+    """Triton's options of a launch. With `pdl` the kernel starts while the previous kernel drains, and waits for the results
+    of that kernel with `primitives.wait_for_previous_kernel`."""
     return {"num_warps": num_warps, **({"launch_pdl": True} if pdl else {})}
 
 
@@ -120,14 +120,14 @@ class View(dict[int, tuple[Any, ...]]):
 
 
 class _Driver:
-    """A compiled kernel on one device, as Triton's launcher takes it below its checks.
+    """A compiled kernel on one device, in the form that Triton's launcher takes after its checks.
 
     native:    the compiled launcher: (grid, stream, *fixed, *arguments) in release 3.6, which has one for each kernel;
                (grid, stream, *fixed, arguments) since 3.7, which has one for all kernels
     fixed:     the arguments that do not belong to the kernel: its function, two switches, scratch memory, metadata, hooks, and
                since 3.7 the types of its arguments
     metadata:  how each tensor descriptor is encoded
-    stream_of: tells the current stream of a device
+    stream_of: returns the current stream of a device
     """
 
     __slots__ = ("device", "fixed", "metadata", "native", "stream_of")
@@ -152,13 +152,13 @@ _COMPILED: dict[tuple[Any, ...], tuple[Any, _Driver | None]] = {}
 other lengths does not go through the JIT."""
 
 _COMPILING: dict[tuple[Any, ...], triton.FutureKernel] | None = None
-"""What threads compile, by the same keys; None outside of `compiling_in_threads`."""
+"""The kernels that threads compile, by the same keys; None outside of `compiling_in_threads`."""
 
 
 class NotCompiledError(BaseException):
     """A launch did not take place, because a thread is still compiling its kernel.
 
-    It is no Exception, so that no handler on its way, such as one of a model's code, takes it for a failure.
+    It is not an Exception, so that no handler on its way, such as one in a model's code, mistakes it for a failure.
 
     compiled: is done when the kernel exists or could not be compiled
     """
@@ -173,9 +173,9 @@ def compiling_in_threads(count: int, processes: CompilerProcesses | None = None)
     """Within this context the launch of a kernel that is not compiled yet raises NotCompiledError, and one of `count` threads
     compiles the kernel, or has one of the processes do it.
 
-    Nothing is launched in the place of such a kernel, so no later work reads what it would have written. The caller repeats
-    its computation from the beginning. At the end, compilations that have not begun are cancelled, and the others are waited
-    for. Left out: launches that ask the JIT each time, which wait for the compiler.
+    Because the launch raises, no later work reads what the kernel would have written. The caller repeats its computation from
+    the beginning. At the end of the context, compilations that have not begun are cancelled, and the others are waited for.
+    Left out: launches that go through the JIT each time, which wait for the compiler.
     """
     global _COMPILING
     threads = CompilerThreads(count, processes, finish=_make_launcher)
@@ -196,11 +196,11 @@ def _make_launcher(kernel: Any) -> None:
 
 
 class Launch:
-    """`kernel(*tensors, *late, *varying, *strides, *fixed)` in a grid of one dimension, for calls that differ in addresses
-    alone.
+    """`kernel(*tensors, *late, *varying, *strides, *fixed)` in a grid of one dimension, for calls that differ only in
+    addresses.
 
-    late:    integers that are given at each call; the kernel declares them `do_not_specialize`, or the JIT classes them alike
-             at each call (see `strides`)
+    late:    integers that are given at each call; the kernel declares them `do_not_specialize`, or the JIT puts them into the
+             same classes at each call (see `strides`)
     varying: integers that the kernel declares `do_not_specialize`, and floats: always of the same type, below 2^31
     strides: integers that the JIT classes by whether they are 1 or multiples of 16, and by their width
     fixed:   everything else that the machine code may depend on: other integers by value, then constexprs
@@ -325,13 +325,13 @@ class Launch:
         return arguments
 
     def _send_flat(self, known: _Driver, addresses: list[Any], late: tuple[int, ...]) -> None:
-        """As Triton 3.6 sends: the kernel's arguments follow the launcher's own."""
+        """Send as Triton 3.6 does: the arguments of the kernel follow those of the launcher."""
         if self._views:
             addresses = self._encode(addresses)
         known.native(*self._grid, known.stream_of(known.device), *known.fixed, *addresses, *late, *self._numbers)
 
     def _send_packed(self, known: _Driver, addresses: list[Any], late: tuple[int, ...]) -> None:
-        """As Triton 3.7 and later send: the kernel's arguments are one argument of the launcher."""
+        """Send as Triton 3.7 and later do: the arguments of the kernel are one argument of the launcher."""
         if self._views:
             addresses = self._encode(addresses)
         known.native(*self._grid, known.stream_of(known.device), *known.fixed, (*addresses, *late, *self._numbers))
@@ -339,7 +339,7 @@ class Launch:
     _send = _send_flat if _FLAT_ARGUMENTS else _send_packed
 
     def _encode(self, addresses: list[Any]) -> list[Any]:
-        """What stands for the first addresses where the kernel takes tensor descriptors."""
+        """The addresses, the first of them replaced by encoded descriptors where the kernel takes tensor descriptors."""
         flat: list[Any] = []
         for view, address in zip(self._views, addresses, strict=False):
             flat += (None,) if view is None else view[address]
@@ -363,7 +363,7 @@ def _driver_of(compiled: Any, device: int) -> _Driver | None:
         metadata = inner["tensordesc_meta"]
     switches = (compiled.function, run.launch_cooperative_grid, run.launch_pdl)
     no_scratch = (None, None)
-    no_hooks = (None, None, None)  # and nothing to tell them
+    no_hooks = (None, None, None)  # no hooks, and no metadata for them
     fixed: tuple[Any, ...]
     if _FLAT_ARGUMENTS:
         fixed = (*switches, *no_scratch, compiled.packed_metadata, *no_hooks)
@@ -380,7 +380,7 @@ def is_watched() -> bool:
 
 
 class DescriptorLaunch:
-    """`kernel(*arguments, *numbers)` through the JIT at each call, whose tensor descriptors hold addresses."""
+    """`kernel(*arguments, *numbers)` through the JIT at each call, because its tensor descriptors hold addresses."""
 
     __slots__ = ("_grid", "_kernel", "_numbers", "_options")
 
@@ -397,5 +397,6 @@ class DescriptorLaunch:
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager[object]:
-    """Triton launches on the current device, wherever the tensors are. A model's layers may be spread over several devices."""
+    """A context in which the device of x is current. Triton launches on the current device, wherever the tensors are, and the
+    layers of a model may be spread over several devices."""
     return torch.cuda.device(x.device) if x.is_cuda and x.get_device() != current_device() else _UNCHANGED

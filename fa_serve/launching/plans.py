@@ -11,7 +11,7 @@ step. A plan is the outcome: a function `run(tensors)` for tensors that have the
     out = run((x, weight))
 
 This module owns the form of the keys (`facts`) and the bound (`MAX_PLANS`). The functions of `fa_serve.api` and the kernels of
-`fa_serve.ops` keep their plans in the one table `PLANS`. It leaves out what a plan decides, which is the business of the
+`fa_serve.ops` keep their plans in the one table `PLANS`. This module leaves out what a plan decides, which is up to the
 backends, and the tensors of an attention call (`fa_serve.backends.calls`).
 """
 

@@ -1,4 +1,4 @@
-"""Sizes that launches are made of. This module imports no Triton, because tiles are chosen where it is not installed too."""
+"""Sizes for launches. This module does not import Triton, because tiles are also chosen where Triton is not installed."""
 
 from __future__ import annotations
 

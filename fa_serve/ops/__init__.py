@@ -1,4 +1,4 @@
-"""Ops: what a model computes beside attention, for packed tokens. On a GPU each op is one kernel.
+"""Ops: what a model computes besides attention, for packed tokens. On a GPU most ops are one kernel.
 
     qkv = ops.linear(x, qkv_weight, norm=Norm(weight, 1e-6))
     ops.rotary_store_kv(qkv, k_cache, v_cache, slots, num_heads=32, cos=cos, sin=sin)     # in place
@@ -11,7 +11,7 @@
     elementwise/    norms, activations, additions, rotary embeddings
     collectives/    sums over the ranks of tensor parallelism
     sampling/       tokens from logits
-    lora/           low-rank adapters of products, of which each token of a step may have another one
+    lora/           low-rank adapters of products; each token of a step may have a different adapter
     linear_attention/   recurrences and short convolutions, whose functions are exported here as well
     selected_keys/      the choice of keys by an indexer, and attention to them (token-sparse attention)
 
@@ -19,11 +19,11 @@ Each function selects the backend for the device of its input and calls it. Ther
 on GPUs) and `torch_ops.py` (plain PyTorch, on any device). Both implement the Protocol of `ops_backend.py`. Both compute in
 float32 and round the result once; PyTorch computes float64 input in float64.
 
-In the forward of `fa_serve.exact`, autograd records `linear`, `rms_norm`, `add`, `gate_heads` and `route`, which then overwrite
+In the forward of `fa_serve.exact`, autograd records `linear`, `rms_norm`, `add`, `gate_heads` and `route`. They then overwrite
 nothing (gradients.py). The other functions have no gradients.
 
 The functions do not validate their arguments: the engine makes about ten calls for each layer at each step, and `hf.surgery`
-has compared their results with those of the model's own layers before.
+has already compared their results with those of the model's own layers.
 
 Sources: RMS norm (Zhang, Sennrich 2019, arXiv:1910.07467), rotary embedding (Su et al. 2021, arXiv:2104.09864), gated units
 (Shazeer 2020, arXiv:2002.05202), experts (Shazeer et al. 2017, arXiv:1701.06538), deterministic sums (He et al., "Defeating
@@ -132,7 +132,7 @@ def linear(
         residual += alpha * y                              with `residual`, in place
 
     On a GPU a single token takes one kernel; more tokens take PyTorch's product and one kernel each for the norm and the gate.
-    The product with a quantised weight is that with its matrix in x's dtype, unless activations are rounded to float8 as well
+    A quantised weight gives the same product as its matrix in x's dtype, unless activations are rounded to float8 as well
     (products/table.py).
 
     x:           (total, k), or what a call with this weight as `next_weight` returned
@@ -140,7 +140,7 @@ def linear(
     bias:        (n,)
     activation:  one of ACTIVATIONS; not together with `residual`
     residual:    (total, n), updated in place
-    next_weight: of the product that alone takes the result. If that product rounds its input to float8, the gate does it
+    next_weight: weight of the only product that takes the result. If that product rounds its input to float8, the gate does it
 
     Returns `residual` if it is given, else a tensor of (total, n), or of (total, n / 2) with `activation`; `RoundedRows` where
     the gate has rounded for `next_weight`.
@@ -170,7 +170,7 @@ def layer_norm(x: Tensor, norm: LayerNorm, *, residual: Tensor | None = None, ke
 
     x:        (total, width), the elements of a row contiguous
     residual: (total, width), contiguous; without it, s is x
-    keep_sum: residual becomes s, in place
+    keep_sum: write s to residual, in place
     Returns (total, width), in x's dtype.
     """
     return select_ops(x.device).layer_norm(x, norm, residual, keep_sum)
@@ -193,15 +193,15 @@ def rotary_store_kv(
     """Normalise and rotate queries and keys in place, then write keys and values into the paged cache.
 
     qkv:          (total, (num_heads + 2 * num_kv_heads) * head_dim): the heads of q, then those of k, then those of v; or
-                  (total, 2 * (num_heads + num_kv_heads) * head_dim) with the gate of each query head behind it, which is left
-                  as it is
+                  (total, 2 * (num_heads + num_kv_heads) * head_dim) with the gate of each query head after that head. Gates are
+                  not changed
     k_cache:      (num_pages, page_size, num_kv_heads, head_dim), last dimension contiguous, of qkv's dtype or float8_e4m3fn
     v_cache:      same shape and dtype as `k_cache`
     slot_mapping: (total,) int64: page * page_size + position in the page; -1 writes the token to no page
     cos, sin:     (total, rotary_dim / 2), with any strides. The first rotary_dim elements of a head are rotated, the first
                   half of them against the second. None rotates nothing
     q_norm:       RMS norm of each query head, of width head_dim, applied before the rotation
-    k_norm:       RMS norm of each key head. Both norms are given or none; they differ in their weights only
+    k_norm:       RMS norm of each key head. Both norms are given or none; they may differ only in their weights
     k_descale:    (num_kv_heads,) float32, required for a float8 cache, which stores k / k_descale saturated at +-448
     v_descale:    (num_kv_heads,) float32, the same for v
     """
@@ -232,9 +232,9 @@ def rotary_store_latent(
     slot_mapping: (total,) int64: page * page_size + position in the page; -1 skips the token
     norm:         RMS norm of the latent vectors
     cos, sin:     (total, rope / 2 or more), with any strides; the first rope / 2 columns are the angles of the pairs
-    pairing:      which elements of a part are rotated against each other. They stay where they are
+    pairing:      which elements of a part are rotated as a pair. Elements keep their places
     descale:      (1,) float32, required for a float8 cache, which stores key / descale saturated at +-448
-    out:          like q: where its rotated elements are written; may be `q`
+    out:          like q: gets the rotated queries; may be `q`
 
     Returns the keys, (total, rank + rope).
     """
@@ -269,7 +269,7 @@ def gate_heads(x: Tensor, gate: Tensor, activation: GateActivation, *, norm: Nor
 
 
 def delta_gates(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
-    """The gates of the delta rule as models make them: g = -exp(a_log) * softplus(a + dt_bias) and beta = sigmoid(b).
+    """The gates of the delta rule as models compute them: g = -exp(a_log) * softplus(a + dt_bias) and beta = sigmoid(b).
 
     a, b:           (total, heads), the elements of a row contiguous
     a_log, dt_bias: (heads,)
@@ -294,7 +294,7 @@ def add(x: Tensor, y: Tensor, *, alpha: float = 1.0) -> Tensor:
 
 
 def merge_attention(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> Tensor:
-    """Merge two parts of attention in place: of the same queries, over two disjoint sets of keys.
+    """Merge the attention of the same queries over two disjoint sets of keys, in place.
 
         out = out * exp(lse - sum) + other * exp(other_lse - sum)      with sum = log(exp(lse) + exp(other_lse))
 
@@ -322,8 +322,8 @@ def add_lora(
     """Add the adapters of a product to its result in place: see `LoraWeights`. Rows without an adapter stay as they are.
 
     y:    (total, n), the elements of a row contiguous: the result of the product, without a gate or a residual sum
-    x:    (total, k), the elements of a row contiguous: what was multiplied; with `norm`, before it was normalised
-    bias: (n,), that of the base, which DoRA does not scale
+    x:    (total, k), the elements of a row contiguous: the input of the product, before the norm if there is one
+    bias: (n,), the bias of the base product, which DoRA does not scale
 
     Returns y.
     """
@@ -344,9 +344,9 @@ def linear_lora(
 ) -> Tensor:
     """As `linear` with the adapters of a step: they are added to norm(x) @ weight.T + bias, before a gate or a residual sum.
 
-    On a GPU, matrices and up to 128 tokens have the adapters in the launches of the product (lora/product.py).
+    On a GPU, the launches of most products of a matrix with up to 128 tokens compute the adapters as well (lora/run.py).
 
-    x: (total, k), one row for each of the step. The other arguments and the result are those of `linear` and `add_lora`.
+    x: (total, k), one row for each token of the step. The other arguments and the result are those of `linear` and `add_lora`.
     """
     return select_ops(weight.device).linear_lora(x, weight, bias, weights, batch, norm, activation, residual, alpha)
 
@@ -356,7 +356,7 @@ def route(logits: Tensor, bias: Tensor | None, router: Router, dtype: torch.dtyp
 
     logits: (tokens, num_experts), the elements of a row contiguous
     bias:   (num_experts,), added to scores for the choice only, or None
-    dtype:  of the weights
+    dtype:  dtype of the returned weights
 
     Returns (weights, index), both (tokens, top_k), from the largest score + bias to the smallest; index is int64.
     """
@@ -373,8 +373,8 @@ def experts(
         h = gate(x @ gate_up[e].T + gate_up_bias[e])            for each expert e that the token takes
         y = sum over them of weight * (h @ down[e].T + down_bias[e])
 
-    On a GPU it takes two or four launches and reads nothing back; PyTorch reads back which experts are taken. Quantised experts
-    are those with their matrices in x's dtype.
+    On a GPU it takes two launches for few tokens and at least four for more, and reads nothing back; PyTorch reads back which
+    experts are taken. Quantised experts give the same result as their matrices in x's dtype.
 
     x:             (tokens, hidden), of the dtype of the weights if these are matrices
     top_k_index:   (tokens, top_k), int64 or int32; an expert below 0 or at least num_experts adds nothing
@@ -402,7 +402,7 @@ def sample_rows(
     A row's token depends on the row, its key and its parameters only, not on the other rows. The limits keep the first tokens
     of one order: larger logits come first, and of equal logits the one with the lower id. `top_k` keeps the first k tokens,
     `top_p` the fewest whose probabilities, among the tokens that top_k keeps, sum to top_p, and `min_p` those that are at least
-    min_p times as likely as the first. A greedy row takes the first.
+    min_p times as likely as the first. A greedy row takes the first token.
 
     logits:        (n, vocab), any floating dtype
     keys:          (n,) int64, each row's key of its random numbers; None if every row is greedy

@@ -4,14 +4,14 @@
         logits = paged_forward(...)
 
 Inside, operators whose sums depend on the number of rows are computed row by row: matrix products, means, sums and logsumexp.
-The other operators of a decoder work element by element or have a kernel for each row already. Elementwise functions are
-computed row by row as well on a CPU, because its vector instructions treat the end of a tensor differently. Attention sums by a
-fixed tree of the keys (`spec.TREE_SPLITS`), which is the same for any number of queries. Therefore
-neither the chunks of a prompt, nor prefix cache hits, nor preemption change a bit, and none of them is turned off.
+The other operators of a decoder work element by element, or already compute each row by itself. On a CPU, elementwise functions
+are computed row by row as well, because vector instructions treat the end of a tensor differently. Attention sums by a fixed
+tree of the keys (`spec.TREE_SPLITS`), which is the same for any number of queries. Therefore neither the chunks of a prompt,
+nor prefix cache hits, nor preemption change a bit, and none of them is turned off.
 
-The experts of a mixture are one operator, which has such a form, where `fa_serve.hf.take_experts` has taken them. An operator
-without such a form, for example the grouped products of other experts, raises UnsupportedModelError. Left out: other machines,
-versions, page sizes and dtypes, which may change bits.
+Where `fa_serve.hf.take_experts` has taken the experts of a mixture, they are one operator, which has a row-by-row form. An
+operator that depends on the batch and has no such form, for example the grouped products of other experts, raises
+UnsupportedModelError. Left out: other machines, versions, page sizes and dtypes, which may change bits.
 """
 
 from __future__ import annotations
@@ -36,13 +36,14 @@ aten: Any = torch.ops.aten
 class DeterministicMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Replaces operators whose results depend on the number of rows.
 
-    It works below autograd, which records the operators that were called and has the gradients of these.
+    It works below autograd, which still records the original operators and computes the gradients of these.
 
-    backward: whether operators of a backward pass are replaced as well. A forward that a checkpoint repeats there always is
+    backward: whether operators of a backward pass are replaced as well. Those of a forward that a checkpoint repeats in a
+              backward pass always are
     """
 
     rows_are_independent = True
-    """Asked by `fa_serve.ops` (modes.py), whose kernels are no operators of PyTorch."""
+    """Read by `fa_serve.ops` (modes.py): its kernels are not operators of PyTorch, so the mode does not see them."""
 
     def __init__(self, *, backward: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -79,7 +80,7 @@ def _matmul(x: Tensor, y: Tensor) -> Any:
     if x.dim() == 4:
         return NotImplemented  # attention, which computes each sequence by itself
     if x.dim() == y.dim() == 3 and (y.shape[0] == 1 or y.stride(0) == 0):
-        # one matrix for all sequences: PyTorch repeats a frozen weight for rows that are no contiguous memory
+        # one matrix for all sequences: PyTorch repeats a frozen weight if the rows are not contiguous in memory
         return ops.invariant_linear(x.flatten(0, 1), y[0].t(), None).reshape(*x.shape[:2], -1)
     raise UnsupportedModelError(
         f"deterministic must be False for this model: it multiplies tensors of shapes {tuple(x.shape)} and {tuple(y.shape)}"
@@ -102,7 +103,7 @@ def _addmm_(total: Tensor, x: Tensor, y: Tensor, *, beta: float = 1, alpha: floa
 def _by_row(func: Any) -> Callable[..., Any]:
     """`func` on each row by itself, on a CPU.
 
-    There the last elements of a tensor, fewer than a vector register holds, take another path than the others.
+    There the last elements of a tensor, if they do not fill a vector register, take another code path than the rest.
     """
 
     def function(x: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -128,7 +129,7 @@ def _polar(length: Tensor, angle: Tensor) -> Any:
 
 
 def _mul(x: Any, y: Any) -> Any:
-    """A product of complex numbers, on a CPU of their parts: where its loop ends, it would round otherwise."""
+    """A product of complex numbers, on a CPU by real and imaginary parts: PyTorch's loop rounds differently at its end."""
     if not isinstance(x, Tensor) or not isinstance(y, Tensor) or not (x.is_complex() and y.is_complex()) or x.is_cuda:
         return NotImplemented
     return torch.complex(x.real * y.real - x.imag * y.imag, x.real * y.imag + x.imag * y.real)
@@ -148,7 +149,7 @@ def _mean(x: Tensor, dim: Sequence[int] | None, keepdim: bool = False, *, dtype:
 
 
 def _rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Any:
-    """Its parts, which autograd records in its place outside of inference mode."""
+    """The norm by its parts, which are the operators that autograd records instead of it outside of inference mode."""
     if len(shape) != 1 or not x.is_floating_point():
         return NotImplemented
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
@@ -172,7 +173,7 @@ def _logsumexp(x: Tensor, dim: Sequence[int], keepdim: bool = False) -> Any:
 
 
 def _log_softmax(x: Tensor, dim: int, half_to_float: bool) -> Any:
-    """What the sampler computes: the number minus the logsumexp of its row."""
+    """What the sampler computes: each number minus the logsumexp of its row."""
     if dim % x.dim() != x.dim() - 1:
         return NotImplemented
     wide = x.to(torch.promote_types(x.dtype, torch.float32))

@@ -8,8 +8,8 @@ A backward pass computes no product of the forward again. A product keeps its in
 result before the gate; norms and gates are computed again from these. What needs no gradient is neither kept nor computed.
 Nothing is overwritten here, because autograd may need it: with `residual` the result is another tensor.
 
-`fa_serve.ops` comes here where `modes.records_gradients` says so. Left out: attention (hf/exact_gradients.py), and second
-derivatives, which are refused.
+`fa_serve.ops` calls these functions where `modes.records_gradients` says so. Left out: attention (hf/exact_gradients.py), and
+second derivatives, which are refused.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ NO_SECOND_DERIVATIVE = (
 
 
 class OnceDifferentiable(torch.autograd.Function):
-    """A function of autograd, by its methods `compute` and `gradients`. A graph of its backward pass is refused."""
+    """A function of autograd, defined by `compute` and `gradients`. Refuses to record its backward pass (create_graph=True)."""
 
     @classmethod
     def compute(cls, ctx: Any, *args: Any) -> Any:
@@ -42,7 +42,7 @@ class OnceDifferentiable(torch.autograd.Function):
 
     @classmethod
     def gradients(cls, ctx: Any, saved: Sequence[Any], *grads: Tensor) -> tuple[Any, ...]:
-        """The gradients of the arguments of `forward`. saved: the tensors that it has saved; grads: of its results"""
+        """The gradients of the arguments of `forward`. saved: the tensors that it has saved; grads: gradients of its results"""
         raise NotImplementedError
 
     @classmethod
@@ -56,16 +56,16 @@ class OnceDifferentiable(torch.autograd.Function):
     def backward(cls, ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         if torch.is_grad_enabled():
             raise UnsupportedError(NO_SECOND_DERIVATIVE)
-        # a checkpoint computes its forward again to have these, which must be in the modes of a forward
+        # to get these, a checkpoint computes its forward again, which must run in the modes of a forward
         saved = ctx.saved_tensors
         with modes_of_backward():
             return cls.gradients(ctx, saved, *grads)
 
 
 class _Product(NamedTuple):
-    """What `_Linear` is told beside tensors that have gradients.
+    """The arguments of `_Linear` besides the tensors that have gradients.
 
-    weight, bias: merged of those of the parts
+    weight, bias: merged from those of the parts
     """
 
     weight: Tensor
@@ -88,7 +88,7 @@ def recorded_linear(
 ) -> Tensor:
     """As `fa_serve.ops.linear`, with gradients.
 
-    parts: the weight and the bias of each product that weight and bias are merged of, which get the gradients
+    parts: the weights and biases of which `weight` and `bias` are merged. The parts get the gradients
     """
     weights = [part for part, _ in parts]
     biases = [part for _, part in parts]
@@ -141,9 +141,9 @@ class _Linear(OnceDifferentiable):
 def _in_runs(
     parts: Sequence[Tensor], needed: Sequence[bool], dy: Tensor, compute: Callable[[Tensor], Tensor]
 ) -> list[Tensor | None]:
-    """The gradients of parameters that are merged of parts: one for neighbours that need one, as views of it for each.
+    """The gradients of the parts of a merged parameter. Neighbours that need one share one result, and get views of it.
 
-    compute: maps columns of dy, (total, n), to the gradient of the n rows of these parameters
+    compute: maps columns of dy, (total, n), to the gradient of the n rows of these parts
     """
     found: list[Tensor | None] = []
     column = 0
@@ -229,7 +229,7 @@ class _GateHeads(OnceDifferentiable):
 
 
 def recorded_route(logits: Tensor, bias: Tensor | None, router: Router, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """As `fa_serve.ops.route`, with the gradient of the logits. The choice has none, so that bias has none."""
+    """As `fa_serve.ops.route`, with the gradient of the logits. The choice of experts has no gradient, so bias has none."""
     weights, index = _Route.apply(logits, bias, router, dtype)  # type: ignore[no-untyped-call]
     return weights, index
 

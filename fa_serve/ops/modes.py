@@ -1,4 +1,4 @@
-"""What the modes of PyTorch that are active ask of ops. `deterministic.py` has the mode that asks for something."""
+"""What the active dispatch modes of PyTorch ask of ops. Only the mode in `deterministic.py` asks for anything."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def rows_are_independent() -> bool:
 
 
 def has_gradients() -> bool:
-    """Whether ops have gradients here: where a mode asks for independent rows and autograd records, which is the forward of
-    `fa_serve.exact`. Elsewhere code that needs gradients calls a model's own.
+    """Whether ops have gradients here: only if a mode asks for independent rows while autograd records, as in the forward of
+    `fa_serve.exact`. Elsewhere, code that needs gradients calls a model's own layers.
     """
     return torch.is_grad_enabled() and rows_are_independent()
 
@@ -38,7 +38,7 @@ def modes_of_backward() -> AbstractContextManager[object]:
 
 
 def without_row_order() -> AbstractContextManager[object]:
-    """A context in which no mode replaces operators, and each costs the host what it costs elsewhere."""
+    """A context in which no mode replaces operators, so that they cost the host no more than usual."""
     if not rows_are_independent():
         return nullcontext()
     without_modes: AbstractContextManager[object] = _disable_current_modes()
@@ -47,8 +47,8 @@ def without_row_order() -> AbstractContextManager[object]:
 
 @contextmanager
 def repeated_forward() -> Iterator[None]:
-    """Inside, what is computed within a backward pass is a forward: a checkpoint repeats it, and autograd does not look into
-    it."""
+    """A context for the forward of an autograd function that a checkpoint repeats within a backward pass. Autograd does not
+    record there, just as in the backward pass; so this context makes `in_backward` False."""
     token = _repeats.set(True)
     try:
         yield

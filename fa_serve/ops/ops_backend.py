@@ -22,13 +22,13 @@ ACTIVATIONS = ("silu", "gelu_tanh", "gelu")
 
 
 Weight: TypeAlias = Tensor | QuantizedWeight
-"""The weights of a product: a matrix (n, k), or a quantised one."""
+"""The weight of a product: a matrix (n, k), or a quantised one."""
 
 
 Pairing: TypeAlias = Literal["halves", "neighbours"]
 """Which elements a rotation pairs: i and i + dim / 2, or 2 i and 2 i + 1."""
 GateActivation: TypeAlias = Literal["sigmoid", "silu"]
-"""What a gate is before it multiplies."""
+"""The activation of a gate, before it multiplies."""
 
 
 class Norm(NamedTuple):
@@ -61,7 +61,7 @@ class RoundedRows(NamedTuple):
 
     data:   (total, k) float8_e4m3fn
     scales: (total, 1) float32; a row is data * scale
-    dtype:  of the product's result
+    dtype:  dtype of the product's result
     """
 
     data: Tensor
@@ -70,7 +70,7 @@ class RoundedRows(NamedTuple):
 
 
 class Gate(NamedTuple):
-    """How an expert makes one number of a gate and an up value: f(min(gate, limit)) * (clamp(up, -limit, limit) + offset).
+    """How an expert computes one number from a gate and an up value: f(min(gate, limit)) * (clamp(up, -limit, limit) + offset).
 
     f is x -> activation(slope * x) / slope. With SiLU that is x * sigmoid(slope * x).
 
@@ -111,7 +111,7 @@ class ExpertWeights(NamedTuple):
 
     @property
     def sizes(self) -> ExpertSizes:
-        """Quantised weights have no dimension of experts: it follows from the columns, which are hidden and width."""
+        """Quantised weights have no dimension of experts: the number follows from the columns, which are hidden and width."""
         if isinstance(self.down, QuantizedWeight):
             rows, width = self.down.shape
             hidden = self.gate_up.shape[-1]
@@ -128,7 +128,7 @@ class Router(NamedTuple):
 
     renormalise: the weights are divided by their sum
     scale:       they are then multiplied by it
-    num_groups:  1, or such that groups have a power of two of experts, as all experts have
+    num_groups:  if it is above 1, the number of experts and the size of a group must be powers of two
     """
 
     top_k: int
@@ -199,7 +199,7 @@ class OpsBackend(Protocol):
     def act_and_mul(self, x: Tensor, activation: str, /) -> Tensor: ...
 
     def rms_norm_backward(self, dy: Tensor, x: Tensor, norm: Norm, needs_weight: bool, /) -> tuple[Tensor, Tensor | None]:
-        """The gradients of `rms_norm` without a residual: of x, and of the norm's weight, None unless it is asked for.
+        """The gradients of `rms_norm` without a residual: that of x, and that of the norm's weight, None unless needs_weight.
 
         dy, x: (total, width), the elements of a row contiguous
         """
@@ -223,12 +223,12 @@ class OpsBackend(Protocol):
         needs_weights: bool,
         /,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """The gradients of `rotary_store_kv`: that of its result becomes that of what it was given, in place.
+        """The gradients of `rotary_store_kv`. dqkv is the gradient of its result, and becomes that of its input.
 
         dqkv: like qkv, contiguous: the gradients of the queries and keys that attention has read, and of the values
         qkv:  before the norms; not needed without norms
 
-        Returns the gradients of the weights of q_norm and k_norm; None for each if there are no norms, or none is asked for.
+        Returns the gradients of the weights of q_norm and k_norm; both are None without norms, or unless needs_weights.
         """
         ...
 
@@ -286,7 +286,7 @@ class OpsBackend(Protocol):
         kept: Tensor | None = None,
         /,
     ) -> Tensor:
-        """kept: (tokens, top_k, 2 * width), with `invariant` only: gets what is gated, which `moe.gradients` needs"""
+        """kept: (tokens, top_k, 2 * width), only with `invariant`: gets the values before the gate, for `moe.gradients`"""
         ...
 
     def invariant_linear(self, x: Tensor, weight: Weight, bias: Tensor | None, /) -> Tensor: ...

@@ -1,10 +1,10 @@
-"""Rows of several tensors as one row of bytes: what a page or a state is in all layers.
+"""Rows of several tensors as one row of bytes, such as a page or a state in all layers.
 
     table = RowTable([k_cache_0, v_cache_0, k_cache_1, v_cache_1])      # (num_pages, ...) each, a page is one range of memory
     ops.move_rows(table, pages, packed, pack=True)                      # packed: (n, table.num_words) int64
     ops.move_rows(table, pages, packed, pack=False)                     # and back
 
-The tensors may have any shapes and types behind their first dimension. Left out: where the packed rows go.
+The tensors may have any types, and any shapes after their first dimension. Left out: where the packed rows go.
 """
 
 from __future__ import annotations
@@ -23,12 +23,13 @@ PIECE_WORDS = 2048
 class RowTable:
     """The places of rows in several tensors.
 
-    tensors: (n, ...) each, of which a row is dense in memory, in any order of its dimensions, and has a multiple of 8 bytes.
-             ValueError otherwise
+    tensors: (n, ...) each. A row must be dense in memory, in any order of its dimensions, and have a multiple of 8 bytes.
+             Raises ValueError otherwise
 
-    words:     (n, m) int64 each: the same memory
-    num_words: int64 numbers of a row of all tensors together
-    pieces:    (num_pieces, 4) int64 on the device: address in row 0, words between two rows, place in the packed row, and words
+    words:     (n, m) int64 each: views of the same memory
+    num_words: int64 words in a row of all tensors together
+    pieces:    (num_pieces, 4) int64 on the device: address in row 0, words from one row to the next, place in the packed row,
+               number of words
     """
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:

@@ -111,7 +111,7 @@ class TorchOps:
     ) -> None:
         num_kv_heads, dim = k_cache.shape[2:]
         heads = qkv.view(len(qkv), -1, dim)
-        # the gate of a query may stand behind it
+        # a query may be followed by its gate
         queries = heads.shape[1] - 2 * num_kv_heads
         q, k, v = torch.split_with_sizes(heads, [queries, num_kv_heads, num_kv_heads], dim=1)
         q = q[:, :: queries // num_heads]
@@ -179,7 +179,7 @@ class TorchOps:
         matrix = _matrix(weight, x.dtype)
         if len(x) == 0:
             return x @ matrix.t()
-        # a library chooses its algorithm by the number of rows, so each row is computed alone
+        # a library chooses its algorithm by the number of rows, so each row is computed by itself
         return torch.cat([torch.nn.functional.linear(row[None], matrix, bias) for row in x])
 
     def invariant_sum(self, x: Tensor, /) -> Tensor:

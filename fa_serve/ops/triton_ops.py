@@ -1,8 +1,8 @@
-"""The backend of ops for GPUs: each op is one Triton kernel, except products of several tokens and experts.
+"""The backend of ops for GPUs: most ops are one Triton kernel; products of several tokens, adapters and experts may take more.
 
-Each kernel stands with its launcher, which keeps what it decides about a call (grid, blocks, strides) in `PLANS`, by those
-facts of the tensors that decide it; calls that look alike compute it once. Products and experts have a table of kernels
-(products/table.py), and one launcher each (products/run.py, moe/run.py).
+Each kernel is next to its launcher. The launcher keeps what it decides about a call (grid, blocks, strides) in `PLANS`, under
+the facts about the tensors on which this depends, so that calls that look alike decide only once. Products and experts have a
+table of kernels (products/table.py), and one launcher each (products/run.py, moe/run.py).
 """
 
 from __future__ import annotations

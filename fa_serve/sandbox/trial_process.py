@@ -1,21 +1,22 @@
-"""The process in which trials run, where they can be limited and killed: a script that imports the standard library alone.
+"""The process in which trials run, where they can be limited and killed: a script that imports only the standard library.
 
     python trial_process.py <descriptor of a Unix socket>
 
 A thread cannot be stopped in the middle of a call into C, and it shares the memory and the interpreter's lock of its process.
-So work on what a client has sent is done by a child of this process, which is forked when everything that the work needs is
-loaded. The child has a limit on its address space and on its CPU time, runs at a low priority, and is killed when its client
-leaves. It does one trial, or several one after the other, which all belong to one client: work that is hostile could change
-what its own process does later, and no other. The first trial of a child costs page faults, of which the next ones have few.
-The next child is forked ahead and waits, because forking a process with torch takes 10 ms.
+So the work on what a client has sent is done by a child of this process, which is forked after everything that the work needs
+has been loaded. The child has a limit on its address space and on its CPU time, runs at a low priority, and is killed when its
+client leaves. It does one trial, or several trials of one client, one after the other: hostile work could change what its own
+process does later, but no other process. The first trial of a child costs many page faults, the next ones cost few. The next
+child is forked ahead and waits, because forking a process with torch takes 10 ms.
 
-The parent (trials.py) sends one line of JSON first: the path of a module, what its function `prepare` gets, the limits, and how
-many trials a child may do. `prepare` loads what the work needs and returns the function that does it, from bytes to bytes
-without a newline. Then the parent sends one socket for each child. On that socket the child sends its process id. For each
-trial it reads a byte and the request, and sends a line with the processor's seconds that it took, a word, whether it waits for
-another trial (1 or 0), and the reply. The word is DONE; or, for work that gets no memory, LIMIT or SYSTEM, which says who
-refuses it, and the reply is empty. With the byte may come the descriptor of a file for a result that is too large for a reply,
-which the function gets as well. A child ends after IDLE_SECONDS without a trial, and after a trial that took much memory.
+The parent (trials.py) first sends one line of JSON: the path of a module, the argument of its function `prepare`, the limits,
+and how many trials a child may do. `prepare` loads what the work needs and returns the function that does the work: it takes
+bytes and returns bytes, without a newline. Then the parent sends one socket for each child. On that socket the child sends its
+process id. For each trial it reads a byte and the request, and sends one line: the CPU seconds that the trial took, a word,
+whether the child waits for another trial (1 or 0), and the result. The word is DONE, or LIMIT or SYSTEM if the work gets no
+memory, depending on whether our limit or the system refuses it; then the result is empty. The byte may carry the descriptor of
+a file for a result that is too large for a reply; the function gets the descriptor too. A child ends after IDLE_SECONDS without
+a trial, and after a trial that took much memory.
 """
 
 import array
@@ -40,10 +41,10 @@ SYSTEM = b"system"
 SLACK = 32 << 20
 """Bytes of address space that the interpreter may need in a trial besides what the work needs."""
 MARGIN = 4 << 20
-"""Bytes of address space that a child may take while it asks what the system has left."""
+"""Bytes of address space that a child may take while it finds out how much memory the system has left."""
 IDLE_SECONDS = 5.0
 IDLE_BYTES = 96 << 20
-"""Memory beside that of its parent with which a child may wait for another trial."""
+"""A child waits for another trial only if its trials have raised its peak memory by at most this many bytes."""
 NICE = 10
 PR_SET_PDEATHSIG = 1
 
@@ -85,7 +86,7 @@ def _receive_files(connection: socket.socket) -> tuple[bytes, list[int]]:
 
 
 def _fork_spare(work: Callable[..., bytes], start: dict[str, Any], control: socket.socket) -> socket.socket:
-    """Fork a child, which waits for its connection at the other end of this socket. It cannot see the trials of others."""
+    """Fork a child, which waits for its connection on the other end of the returned socket. It cannot see others' trials."""
     ours, theirs = socket.socketpair()
     if os.fork():
         theirs.close()
@@ -103,7 +104,7 @@ def _fork_spare(work: Callable[..., bytes], start: dict[str, Any], control: sock
 
 
 def _do_trials(work: Callable[..., bytes], connection: socket.socket, start: dict[str, Any], limit: int) -> None:
-    """Do the trials that come on a connection. Raises TimeoutError if none comes for a while."""
+    """Do the trials that arrive on a connection. Raises TimeoutError if none arrives for IDLE_SECONDS after a trial."""
     peak = _peak()
     for left in reversed(range(start["trials"])):
         data, files = _receive_files(connection)
@@ -123,21 +124,21 @@ def _do_trials(work: Callable[..., bytes], connection: socket.socket, start: dic
 
 
 def _attempt(work: Callable[..., bytes], connection: socket.socket, files: Sequence[int], limit: int) -> tuple[bytes, bytes]:
-    """Do the work for the request that comes on a connection. Returns the word and the reply."""
+    """Do the work for the request that arrives on a connection. Returns the word and the result."""
     try:
         with connection.makefile("rb") as lines:
             request = lines.readline()
         return DONE, work(request, *files)
     except MemoryError:
         pass
-    # outside of the handler, whose error keeps the memory of the work
+    # outside the handler, because the exception keeps the memory of the work in use
     return (LIMIT if _system_has(limit) else SYSTEM), b""
 
 
 def _system_has(limit: int) -> bool:
-    """Whether the system would give this process all the memory that our limit leaves to it; True if it leaves nothing.
+    """Whether the system would give this process all the memory that our limit still allows; True if it allows no more.
 
-    What the work has freed may still belong to the process, so that nothing is left after work that our limit has ended.
+    Memory that the work has freed may still belong to the process. So if our limit has ended the work, it may allow no more.
     """
     try:
         left = limit - _size() - MARGIN
@@ -150,7 +151,7 @@ def _system_has(limit: int) -> bool:
 
 
 def _peak() -> int:
-    """The most bytes of memory that this process has had at a time, with those that it shares with its parent."""
+    """The peak of this process's memory in bytes, including memory that it shares with its parent."""
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
@@ -162,7 +163,7 @@ def _size() -> int:
 
 
 def _load(path: str) -> Any:
-    """The module of that file. Its package is not imported, whose other modules would take longer."""
+    """The module in that file. Its package is not imported, because its other modules would take longer."""
     spec = importlib.util.spec_from_file_location("trial_work", path)
     assert spec is not None
     assert spec.loader is not None
@@ -172,9 +173,9 @@ def _load(path: str) -> Any:
 
 
 def _limit(memory: int, timeout: float) -> int:
-    """Let the kernel end this process with its parent, or when it takes too much. Returns the limit of its address space.
+    """Let the kernel end this process when its parent ends or it takes too much. Returns the limit of its address space.
 
-    timeout: seconds of all trials
+    timeout: seconds of all trials together
     """
     with contextlib.suppress(OSError, AttributeError):  # Linux only
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -183,18 +184,18 @@ def _limit(memory: int, timeout: float) -> int:
     seconds = int(timeout) + 1
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
     limit = 0
-    with contextlib.suppress(OSError, ValueError):  # macOS has no such limit; a system that has a lower one refuses this one
+    with contextlib.suppress(OSError, ValueError):  # macOS has no such limit; a system with a lower limit refuses this one
         limit = _size() + memory + SLACK
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     return limit
 
 
 def _limit_time(seconds: float) -> None:
-    """Let the kernel end this process when its processor's time comes to so many seconds."""
+    """Let the kernel end this process when its CPU time reaches this many seconds."""
     hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
     resource.setrlimit(resource.RLIMIT_CPU, (min(int(seconds) + 1, hard), hard))
 
 
 if __name__ == "__main__":
-    sys.path.pop(0)  # the folder of this script, whose modules have names that others may use
+    sys.path.pop(0)  # the folder of this script: its modules' names may clash with others
     serve(socket.socket(fileno=int(sys.argv[1])))

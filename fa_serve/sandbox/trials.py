@@ -1,20 +1,20 @@
-"""Work on what a client has sent runs on trial: in a process that can be limited and killed.
+"""Runs work on what a client has sent as a trial: in a process that can be limited and killed.
 
     limits = TrialLimits("compile", timeout=10.0, memory=256 << 20, setting="grammar")
     trials = Trials(grammar_process.__file__, {"tokenizer": ...}, limits, stack=grammar_process.STACK)
     trial = trials.trial()
-    reply = trial.run(request)               # raises TrialError if the work takes too much, TrialProcessError if nothing works
+    reply = trial.run(request)               # raises TrialError if the work takes too much, or TrialProcessError
     trial.cancel()                           # from any thread: the child is killed, and `run` raises Cancelled
     trials.close()
 
-Each trial has a child for itself; or, with `trials.trial(owner)`, one that has done trials of the same owner before, and of
-nobody else.
+Each trial has a child process for itself. With `trials.trial(owner)`, it may also get a child that has done trials before, if
+they were all of the same owner.
 
-Three kinds of work are tried. A matcher cannot be sent to another process, so the engine compiles a grammar that has passed
-once more (fa_serve/engine/structured/grammars.py, grammar_process.py). It then knows that this takes less than the limits, and
-how many bytes the grammar takes. The chat template of a request is applied nowhere else (server/tokenization.py), and pictures
-are decoded and processed nowhere else (server/images). Left out: the process itself (trial_process.py), and which request is
-tried next.
+Three kinds of work run as trials. A grammar is first compiled in a trial. Because a matcher cannot be sent to another process,
+the engine then compiles a grammar that has passed once more (fa_serve/engine/structured/grammars.py, grammar_process.py). By
+then it knows that compiling stays within the limits, and how many bytes the grammar takes. The chat template of a request is
+applied only in a trial (server/tokenization.py), and pictures are decoded and processed only in trials (server/images). Left
+out: the process itself (trial_process.py), and which request is tried next.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from fa_serve.sandbox import trial_process
 START_SECONDS = 300.0
 """How long the process may take to load what the work needs: torch and transformers from a cold disk take minutes."""
 ATTEMPTS = 2
-"""How often work is begun whose process dies in the midst of it."""
+"""How often work is started if the process dies during the work."""
 TRIALS_OF_CHILD = 64
-"""After so many, a child that has an owner is replaced, whatever it has gathered."""
+"""After this many trials, a child that has an owner is replaced, with whatever has accumulated in it."""
 DEATH_SECONDS = 0.2
-"""A process with threads is dead so much later than its children, which end with its first thread."""
+"""How much later than its children a process with threads may end; the children end with its first thread."""
 
 
 class TrialError(Exception):
@@ -53,13 +53,13 @@ class Cancelled(Exception):
 
 
 class TrialProcessError(RuntimeError):
-    """The process does not start, dies again and again, or gets no memory from the system, which is not the fault of the work.
-    The text says so."""
+    """The process does not start, dies repeatedly, or gets no memory from the system. The text says which. In none of these
+    cases is the work at fault."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrialLimits:
-    """verb: what the work does; timeout: seconds; memory: bytes; setting: the flags are --<setting>-timeout and -memory"""
+    """verb: what the work does; timeout: seconds; memory: bytes; setting: flags are --<setting>-timeout, --<setting>-memory"""
 
     verb: str
     timeout: float
@@ -67,18 +67,19 @@ class TrialLimits:
     setting: str
 
     def error(self, *, time: bool = True, memory: bool = True) -> TrialError:
-        """time, memory: what the work takes too much of. The kernel ends it for either reason, and says nothing."""
+        """time, memory: what the work takes too much of; both if unknown, because the kernel ends it without saying why"""
         named = [f"{self.memory} bytes (--{self.setting}-memory)"] if memory else []
         named += [f"{self.timeout:g} seconds (--{self.setting}-timeout)"] if time else []
         return TrialError(f"{self.verb} within {' and '.join(named)}")
 
 
 def memory_settings(environment: Mapping[str, str]) -> dict[str, str]:
-    """How the process takes memory from a system with glibc; others do not read it. environment: whose settings are kept
+    """Environment variables for glibc's allocator; other C libraries ignore them. environment: its GLIBC_TUNABLES are kept
 
-    With one arena, freed memory is used again, and the limit on the address space counts what is in use. A trial is a new
-    process, so whatever it writes to costs a page fault: arrays of megabytes come from the heap, in huge pages where the system
-    has them, and what a trial frees stays. An image of 560 x 560 pixels is processed in half the time.
+    With one arena, freed memory is used again, so the limit on the address space counts memory in use. A trial is a new
+    process, so every page that it first writes to costs a page fault. Therefore arrays of megabytes come from the heap, in huge
+    pages if the system has them, and the process keeps memory that a trial frees. This halves the time to process an image of
+    560 x 560 pixels.
     """
     given = environment.get("GLIBC_TUNABLES")
     ours = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_threshold=33554432:glibc.malloc.trim_threshold=1073741824"
@@ -89,8 +90,8 @@ def memory_settings(environment: Mapping[str, str]) -> dict[str, str]:
 class _Child:
     """A connection to a child, and the process whose child it is.
 
-    owner: whose trials it does; None: of one trial alone
-    pid:   0 until the child has told it
+    owner: whose trials it does; None for a child that does a single trial
+    pid:   0 until the child has sent it
     is_new: whether it has done no trial yet
     """
 
@@ -102,7 +103,7 @@ class _Child:
 
     def has_left(self) -> bool:
         """Whether a child that waits for a trial has ended meanwhile."""
-        self.connection.setblocking(False)  # with a limit of time Python would wait, whatever the flags are
+        self.connection.setblocking(False)  # with a timeout Python would wait, whatever the flags are
         try:
             return not self.connection.recv(1, socket.MSG_PEEK)
         except BlockingIOError:
@@ -117,7 +118,7 @@ class Trials:
     module: path of the file that does the work, as trial_process.py expects it
     given:  what its function `prepare` gets
     stack:  bytes of address space that the work needs besides `limits.memory`
-    keep:   how many children may wait for another trial of their owners, some seconds long
+    keep:   how many children may wait, for a few seconds, for another trial of their owners
     closed: whether `close` has been called
     """
 
@@ -134,13 +135,13 @@ class Trials:
         self._waiting: list[_Child] = []  # the one that has waited for the longest first
         self.limits = limits
         self._lock = threading.Lock()  # held while the process starts
-        self._closing = threading.Lock()  # of the fields below, held for moments
+        self._closing = threading.Lock()  # for the fields below, held only briefly
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self.closed = False
 
     def trial(self, owner: Hashable = None) -> Trial:
-        """owner: whose trials may be done by the same child, one after the other; None: this one has a child for itself"""
+        """A new trial. owner: trials of one owner may use the same child in turn; None gives this trial its own child"""
         return Trial(self, owner=owner)
 
     def start(self) -> None:
@@ -175,7 +176,7 @@ class Trials:
         return None
 
     def let_wait(self, child: _Child) -> None:
-        """Keep a child for the next trial of its owner, if it has one, and fewer wait than may; another one has to go then."""
+        """Keep a child for the next trial of its owner, if it has one. If too many wait, close the one that waited longest."""
         with self._closing:
             if child.owner is None or self.closed:
                 child.connection.close()
@@ -201,7 +202,7 @@ class Trials:
         except OSError:  # it has died, or there is no memory for it
             pass
         finally:
-            if not ready:  # half started, it would take requests and answer none
+            if not ready:  # a half-started process would take requests and answer none
                 self._end()
         if ready:
             return process, control
@@ -212,7 +213,7 @@ class Trials:
 
     def _launch(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
         control, theirs = socket.socketpair()
-        with theirs, self._closing:  # `close` finds the process, or there will be none
+        with theirs, self._closing:  # under this lock, `close` finds the process or prevents it
             if self.closed:
                 control.close()
                 raise Cancelled
@@ -227,7 +228,7 @@ class Trials:
             return self._process, control
 
     def _end(self) -> None:
-        """End the process, half started or not. Its children end with it."""
+        """End the process, even if it is only half started. Its children end with it."""
         with self._closing:
             process = self._process
             control = self._control
@@ -244,9 +245,9 @@ class Trials:
             control.close()
 
     def close(self) -> None:
-        """End the process with all of its trials, at once. Later trials are cancelled: nobody would end their process.
+        """End the process and all of its trials at once. Later trials are cancelled, because nobody would end their process.
 
-        A thread that waits for the process to start holds the other lock, and gives it back when the process has been killed.
+        A thread that waits for the process to start holds the other lock, and releases it when the process has been killed.
         """
         with self._closing:
             self.closed = True
@@ -262,11 +263,11 @@ class Trials:
 class Trial:
     """One trial. `cancel` may be called before, during and after `run`.
 
-    All runs of a trial have one limit of time together, and so have those of a trial that follows another one.
+    All runs of a trial share one time limit, also with the runs of a trial that follows it (`following`).
 
     owner:   as for `Trials.trial`
-    seconds: of a processor that the work of all runs took, once `run` has ended. For work that was ended early, how long it was
-             waited for
+    seconds: CPU seconds that the work of all runs took, once `run` has ended; for work that was ended early, how long `run`
+             waited for it
     """
 
     def __init__(self, trials: Trials, waited: float = 0.0, owner: Hashable = None) -> None:
@@ -279,7 +280,7 @@ class Trial:
         self.seconds = 0.0
 
     def following(self) -> Trial:
-        """Another trial, with its own `seconds`, that has what is left of this one's limit of time."""
+        """Another trial, with its own `seconds`, that gets what is left of this trial's time limit."""
         return Trial(self._trials, self._waited, self._owner)
 
     def cancel(self) -> None:
@@ -290,11 +291,11 @@ class Trial:
                     self._connection.shutdown(socket.SHUT_RDWR)  # wakes `run`
 
     def run(self, request: bytes | memoryview, file: int | None = None) -> bytes:
-        """Do the work, for a request without a newline. Raises TrialError, Cancelled or TrialProcessError.
+        """Do the work for a request, which has no newline. Raises TrialError, Cancelled or TrialProcessError.
 
-        If the process dies in the midst of it, which is not the fault of the request, the work is done once more.
+        If the process dies during the work, which is not the fault of the request, the work is done once more.
 
-        file: descriptor that the work writes a large result to, for work that takes one
+        file: descriptor of a file for a large result, if the work takes one
         """
         place = 0 if file is None else os.lseek(file, 0, os.SEEK_CUR)
         before = self.seconds
@@ -302,7 +303,7 @@ class Trial:
         left = ATTEMPTS
         while left:
             child = child or self._trials.connect(self._owner)
-            # what a child has left behind may be why it ends, so one that is not new counts as no attempt
+            # a reused child may end because of earlier trials, so only a new child counts as an attempt
             left -= child.is_new
             reply = self._attempt(child, request, file)
             if reply:
@@ -324,13 +325,13 @@ class Trial:
                     )
             child = None
             if file is not None:
-                os.lseek(file, place, os.SEEK_SET)  # its place is shared with the child, which may have written
+                os.lseek(file, place, os.SEEK_SET)  # the child shares the file's position, and may have written
         raise TrialProcessError(
             f"the process that works with {self._trials.limits.setting}s on trial has died {ATTEMPTS} times"
         )
 
     def _attempt(self, child: _Child, request: bytes | memoryview, file: int | None) -> bytes:
-        """What the child replies, or nothing if it or its process has died: the connection is closed then."""
+        """The child's reply, or nothing if it or its process has died. Then the connection has been closed."""
         limits = self._trials.limits
         connection = child.connection
         before = self.seconds
@@ -381,7 +382,7 @@ class Trial:
 
 
 def _send(connection: socket.socket, request: bytes | memoryview, file: int | None) -> None:
-    """One trial: a byte, with which the descriptor of its file comes, and the request as a line."""
+    """Send one trial: a byte, which carries the descriptor of its file if it has one, and the request as a line."""
     if file is None:
         connection.sendall(b"x")
     else:
@@ -391,7 +392,7 @@ def _send(connection: socket.socket, request: bytes | memoryview, file: int | No
 
 
 def _line(connection: socket.socket) -> bytes:
-    """The first line that comes, byte by byte, because what follows it is read by others."""
+    """The next line, received byte by byte because other code receives what follows it."""
     line = b""
     while not line.endswith(b"\n"):
         data = connection.recv(1)

@@ -1,13 +1,13 @@
 """A plugin for SGLang, experimental: its attention on the kernels of fa_serve.
 
-    pip install fa-serve                     # beside SGLang
+    pip install fa-serve                     # in the environment of SGLang
     FA_SERVE_SGLANG=1 python -m sglang.launch_server --model-path MODEL --attention-backend fa_serve --page-size 16
 
 SGLang finds `register` through the entry point `sglang.srt.plugins` and calls it in each of its processes. Without the variable
 FA_SERVE_SGLANG it does nothing, and SGLang is not imported. With it, `register` compares the signatures that this plugin relies
-on with those of the installed SGLang, and adds the backend "fa_serve".
+on with the installed SGLang, and adds the backend "fa_serve".
 
-    sglang_interface.py   what the plugin needs of SGLang
+    sglang_interface.py   the names in SGLang that the plugin needs
     radix_backend.py      the backend: metadata of a step, cache update, forward
 
 Left out: MLA, encoders, cross attention, speculative decoding, context parallelism, and pools that translate the numbers of

@@ -1,9 +1,9 @@
 """The attention backend that SGLang calls: its pool writes the cache, `fa_serve.attention_paged` reads it.
 
-SGLang keeps keys and values of a layer as (slots, kv_heads, dim), and for each request the slots of its tokens. With
---page-size P the slots of P tokens follow each other, so every P-th entry of that table, divided by P, is a table of pages. A
-step is described once for all layers, from tensors on the device and upper bounds on the host. Lengths on the host are rounded
-up to powers of two, so that steps of different lengths share a plan. Decoding steps can be captured in CUDA graphs: the
+SGLang keeps keys and values of a layer as (slots, kv_heads, dim), and a table with the slots of each request's tokens. With
+--page-size P, P consecutive tokens have consecutive slots, so every P-th entry of that table, divided by P, is a block table. A
+step is described once for all layers, by tensors on the device and upper bounds on the host. Lengths on the host are rounded up
+to powers of two, so that steps of different lengths share a plan. Decoding steps can be captured in CUDA graphs: the
 description then lives in buffers that are filled before each replay.
 """
 
@@ -41,7 +41,7 @@ class StepMetadata:
 
 
 class RadixBackend(AttentionBackend):  # type: ignore[misc]
-    """model_runner: SGLang's. Raises UnsupportedError for a cache that the kernels cannot read."""
+    """model_runner: SGLang's model runner. Raises UnsupportedError for a cache that the kernels cannot read."""
 
     def __init__(self, model_runner: Any) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class RadixBackend(AttentionBackend):  # type: ignore[misc]
         )
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Make the buffers of captured decoding steps, of which smaller batches use the first rows."""
+        """Make the buffers of captured decoding steps. Smaller batches use the first rows of the buffers."""
         device = self._slots_of_requests.device
         pages = -(-self._max_keys // self._page_size)
         self._graph = StepMetadata(
@@ -142,7 +142,7 @@ class RadixBackend(AttentionBackend):  # type: ignore[misc]
     def forward_extend(
         self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **others: Any
     ) -> Tensor:
-        """As `forward_decode`, for prompts, also beside sequences that decode."""
+        """As `forward_decode`, for steps with prompts, which may also have sequences that decode."""
         return self._attend(q, k, v, layer, forward_batch, save_kv_cache, **others)
 
     def _attend(
@@ -171,7 +171,7 @@ class RadixBackend(AttentionBackend):  # type: ignore[misc]
         metadata = self.forward_metadata
         assert metadata is not None
         heads = layer.tp_q_head_num
-        # SGLang's windows are (left, right) with both ends, as ours
+        # SGLang's windows (left, right) include both ends, as window_size does
         left = -1 if layer.sliding_window_size is None else layer.sliding_window_size
         out: Any = api.attention_paged(
             q.reshape(-1, heads, layer.qk_head_dim),
@@ -188,24 +188,24 @@ class RadixBackend(AttentionBackend):  # type: ignore[misc]
         return cast(Tensor, out.view(-1, heads * layer.v_head_dim))
 
     def _block_table(self, requests: Tensor, longest: int) -> Tensor:
-        """(batch, pages), int32: the pages of these requests, up to that of their longest."""
+        """(batch, pages), int32: the pages of these requests, as many as `longest` keys take."""
         first_slots = self._slots_of_requests[requests, : longest : self._page_size]
         return torch.div(first_slots, self._page_size, rounding_mode="floor").to(torch.int32)
 
     def _longest(self, forward_batch: Any) -> int:
-        """An upper bound of the keys of a sequence. Without lengths on the host it is the model's."""
+        """An upper bound of the keys of a sequence. Without lengths on the host, it is the model's context length."""
         lengths = forward_batch.seq_lens_cpu
         if lengths is None or not len(lengths):
             return self._max_keys
         return min(rounded_up(max(int(lengths.max()), 1)), self._max_keys)
 
     def _pages(self, slots: Tensor) -> Tensor:
-        """(pages, page_size, kv_heads, dim), in place."""
+        """A view of the slots as (pages, page_size, kv_heads, dim)."""
         count = len(slots) // self._page_size
         return slots[: count * self._page_size].view(count, self._page_size, *slots.shape[1:])
 
     def _descales(self, layer: Any) -> dict[str, Tensor]:
-        """One number for each head of keys, made once, before a capture. SGLang has one for a layer, or none, which is 1."""
+        """One factor for each KV head, made once, before a capture. SGLang has one for a layer, or none, which means 1."""
         if self.kv_cache_dtype is not torch.float8_e4m3fn:
             return {}
         if layer.layer_id not in self._descales_of_layers:

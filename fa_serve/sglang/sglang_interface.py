@@ -1,4 +1,4 @@
-"""What the plugin needs of SGLang, by name (fa_serve/adapters.py)."""
+"""The names in SGLang that the plugin needs (fa_serve/adapters.py checks them)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ MODULES = (
     "sglang.srt.mem_cache.memory_pool",
     "sglang.srt.model_executor.forward_batch_info",
 )
-"""The modules that define what REQUIRED names."""
+"""The modules that define the classes and functions in REQUIRED."""
 
 REQUIRED: dict[str, frozenset[str]] = {
     name: frozenset(words.split())

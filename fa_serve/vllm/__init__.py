@@ -1,14 +1,14 @@
 """A plugin for vLLM: its attention on the kernels of fa_serve.
 
-    pip install fa-serve                     # beside vLLM
+    pip install fa-serve                     # in the environment of vLLM
     FA_SERVE_VLLM=1 vllm serve MODEL --attention-backend CUSTOM
 
 vLLM finds `register` through the entry point `vllm.general_plugins` and calls it in each of its processes. Without the variable
 FA_SERVE_VLLM it does nothing, and vLLM is not imported. With it, `register` compares the signatures that this plugin relies on
-with those of the installed vLLM, and names `PagedBackend` as the backend "CUSTOM".
+with the installed vLLM, and registers `PagedBackend` as the backend "CUSTOM".
 
 
-    signatures.py      what the plugin needs of vLLM
+    signatures.py      the names in vLLM that the plugin needs
     paged_backend.py   the backend: cache layout, metadata, cache update, forward
 
 Left out: encoders, cross attention, MLA, ALiBi, context parallelism, and float8 queries.

@@ -5,8 +5,9 @@ layouts of its cache exist: (pages, 2, page_size, kv_heads, dim) in releases tha
 kv_heads, page_size, 2 * dim) in later ones. Both are read in place.
 
 Lengths on the host are rounded up to powers of two, so that steps of different lengths share a plan. Nothing is read from the
-device, so a step can be captured in a CUDA graph whatever its mixture of prompts and single tokens. With VLLM_BATCH_INVARIANT
-the keys of a sequence are divided by its own length, so the bits of its result do not depend on the other sequences of a step.
+device, so a step with any mixture of prompts and single tokens can be captured in a CUDA graph. With VLLM_BATCH_INVARIANT, only
+a sequence's own length decides where its keys are split, so the bits of its result do not depend on the other sequences of a
+step.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ from fa_serve.adapters import rounded_up
 from fa_serve.spec import UnsupportedError
 
 NO_OPTION = (None, False, 0, -1)
-"""Values of an unknown option that leave it off."""
+"""Values with which an unknown option is off."""
 INVARIANT_SPLITS = 4
 """Splits of each sequence's keys with VLLM_BATCH_INVARIANT: a fixed number, so that other sequences do not decide it."""
 
 
 class PagedBackend(AttentionBackend):  # type: ignore[misc]
-    """What vLLM asks before it takes the backend."""
+    """Answers the questions that vLLM asks before it chooses the backend."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16]
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "float16", "bfloat16", "fp8", "fp8_e4m3"]
@@ -195,7 +196,7 @@ class PagedAttention(AttentionImpl):  # type: ignore[misc]
         if output_scale is not None or output_block_scale is not None:
             raise UnsupportedError("fa_serve's backend for vLLM writes its output unquantised; turn the fusion of outputs off")
         if attn_metadata is None:
-            return output.fill_(0)  # vLLM measures its memory
+            return output.fill_(0)  # vLLM runs the model to measure its memory
         k_cache, v_cache = self._caches(kv_cache)
         count = attn_metadata.num_actual_tokens
         table = attn_metadata.block_table
@@ -220,7 +221,7 @@ class PagedAttention(AttentionImpl):  # type: ignore[misc]
         return output
 
     def _caches(self, kv_cache: Tensor) -> tuple[Tensor, Tensor]:
-        """(pages, page_size, kv_heads, dim) of keys and of values, in place; a float8 cache comes as bytes."""
+        """Views of keys and of values, (pages, page_size, kv_heads, dim). vLLM passes a float8 cache as bytes."""
         if kv_cache.dim() == 5:
             k_cache, v_cache = kv_cache.unbind(1)
         else:
@@ -232,7 +233,7 @@ class PagedAttention(AttentionImpl):  # type: ignore[misc]
         return k_cache, v_cache
 
     def _descales(self, layer: Any) -> dict[str, Any]:
-        """One number for each head of keys. vLLM has one for a layer, and may change its value while it runs."""
+        """One factor for each KV head. vLLM has one factor for a layer, and may change its value while it runs."""
         if not self.kv_cache_dtype.startswith("fp8"):
             return {}
         scales = {"k_descale": layer._k_scale, "v_descale": layer._v_scale}

@@ -1,9 +1,9 @@
-"""What the plugin needs of vLLM, by name (fa_serve/adapters.py)."""
+"""The names in vLLM that the plugin needs (fa_serve/adapters.py checks them)."""
 
 from __future__ import annotations
 
 MODULES = ("vllm.v1.attention.backend", "vllm.v1.attention.backends.registry")
-"""The modules that define what REQUIRED names."""
+"""The modules that define the classes and functions in REQUIRED."""
 
 REQUIRED: dict[str, frozenset[str]] = {
     name: frozenset(words.split())

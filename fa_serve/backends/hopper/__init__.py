@@ -7,18 +7,18 @@ split_kv        keys of long sequences, split among tiles: the device cuts them,
 block_sparse    lists of key blocks, which the producer walks, and the masks that lists were scanned from
 latent          decoding of latent attention (MLA)
 backward        the gradients; `dq_accumulator` is the sum of dQ in float32, to which the kernel adds, and `wide` has the
-                kernel of heads above 128
+                kernel for heads above 128
 descriptors     how the copy engine addresses tensors
 shared_memory   allocates what the warps share
 
-A kernel is the function that joins the partitions of its warps. `forward` and `backward.wide` have it in `kernel`, and `latent`
-and `backward`, whose functions are short, in `plan`, beside what launches it.
+A kernel is the function that joins the partitions of its warps. `forward` and `backward.wide` define it in `kernel`. In
+`latent` and `backward` it is short, and is defined in `plan`, next to the code that launches it.
 
-Left out: decoding of one query per sequence (but latent attention), 16-bit products with caches in float8, and masks of a few
-queries, which the portable kernels have.
+Left out: decoding of one query per sequence (except latent attention), 16-bit products with float8 caches, and masks for a few
+queries. The portable kernels compute these.
 
 Gluon is Triton's experimental layer and changes with every release. The modules with kernels are therefore imported only when a
-call is planned, after `supports` has seen a release that they are written for.
+call is planned, after `supports` has found a release that they are written for.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class HopperBackend:
         return None
 
     def plan(self, spec: AttentionSpec, tensors: Any, options: AttentionOptions) -> Run:
-        """As in `backends.Backend`. Any strides and addresses are right; those that TMA cannot address cost a copy per call."""
+        """As in `backends.Backend`. Any strides and addresses are allowed; each call copies tensors that TMA cannot address."""
         if spec.op == "backward":
             from fa_serve.backends.hopper.backward.plan import plan_hopper_backward
 
@@ -165,7 +165,7 @@ def _cannot_mask(spec: AttentionSpec) -> str | None:
 
 
 def _cannot_page(spec: AttentionSpec) -> str | None:
-    """Why the paged cache cannot be read, or None. The kernel that makes float8 copies reads any."""
+    """Why the paged cache cannot be read, or None. The kernel that makes float8 copies can read every paged cache."""
     if spec.precision != "bf16":
         return None
     if spec.kv_dtype != spec.dtype:

@@ -1,14 +1,15 @@
-"""Lists of key blocks in the Hopper kernel: the producer walks them, and the consumers learn from it which block they have.
+"""Lists of key blocks in the Hopper kernel: the producer walks them, and tells the consumers which block has arrived.
 
-A tile's rows lie in one block of queries, whose list the producer reads from global memory, one entry ahead of its use. Beside
-each block of K it writes the block's number to shared memory, and where the bits of a partial block are. Only bits are read by
-the consumers, which need them in the registers that hold the scores. See `fa_serve.block_lists` for what a list is.
+A tile's rows lie in one block of queries, whose list the producer reads from global memory, one entry ahead of its use. With
+each block of K it writes the block's number to shared memory and, for a partial block, where its bits are. The consumers read
+only the bits themselves, because they need them in the registers that hold the scores. See `fa_serve.block_lists` for what a
+list is.
 
 A listed block of `block_k` keys is copied in `block_k / block_n` key blocks. Numbers and places count key blocks.
 
-Lists that were scanned from a mask (see `fa_serve.backends.mask_blocks`) differ in two ways. Bits stand at the number of their
-block, because nobody knew how many there would be. A float mask has numbers instead, which the consumers load from
-the mask into the registers that hold the scores, in partial blocks only.
+Lists that were scanned from a mask (see `fa_serve.backends.mask_blocks`) differ in two ways. Bits are stored at the number of
+their block, because the host does not know how many blocks have bits. And a float mask has no bits: for partial blocks, the
+consumers load its numbers into the registers that hold the scores.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ class Lists(NamedTuple):
     """The kernel's arguments about lists. Pointers are None without lists, or without full blocks.
 
     num, index, full_num, full_index: the tensors of `BlockLists`
-    batch, head:       lists from one sequence and from one list head to the next, 0 if they are shared
+    batch, head:       strides in lists, from one sequence and from one list head to the next; 0 if the lists are shared
     heads_per_list:    query heads that share a list
-    width, full_width, bits_width: entries of a row of index, of full_index and of the bits
+    width, full_width, bits_width: entries per row of index, of full_index and of the bits
     """
 
     num: gl.tensor
@@ -44,7 +45,7 @@ class Lists(NamedTuple):
 
 
 class AddedMask(NamedTuple):
-    """The kernel's arguments about a float mask. The pointer is None without one, and for a bool mask, which has bits.
+    """The kernel's arguments about a float mask. The pointer is None without a mask, and for a bool mask, which has bits.
 
     batch, head, row, key: strides
     keys: keys of a sequence, or 0 without a float mask
@@ -61,7 +62,7 @@ class AddedMask(NamedTuple):
 class TileList(NamedTuple):
     """The list of one tile.
 
-    index, full_index: its rows of these tensors; full_index is not read if there are no full blocks
+    index, full_index: the rows of these tensors; full_index is not read if there are no full blocks
     partial, total:    key blocks of partial blocks, and of all blocks
     bits:              the number of its first key block among all key blocks that have bits
     end:               a key block that lies past the last key
@@ -76,7 +77,7 @@ class TileList(NamedTuple):
 
 
 class KeyBlock(NamedTuple):
-    """What is copied at a time.
+    """The keys that are copied at a time.
 
     number: keys [number * block_n, (number + 1) * block_n) of the sequence
     bits:   (with lists) the number of the key block among all key blocks that have bits, or -1 if its block is full
@@ -88,7 +89,7 @@ class KeyBlock(NamedTuple):
 
 @gluon.jit
 def list_of(tile, sequence, lists, var: gl.constexpr):
-    """The list of a tile. Nothing is read if there is no tile, whose sequence may be any number."""
+    """The list of a tile. If there is no tile, nothing is read, because the number of the sequence is undefined."""
     KEY_BLOCKS: gl.constexpr = var.block_k // var.tiles.block_n
     there = tile.row >= 0
     block = sequence * lists.batch + tile.head // lists.heads_per_list * lists.head + tile.row // var.block_q
@@ -137,7 +138,7 @@ def read_key_block(buffer, layout: gl.constexpr):
 
 @gluon.jit
 def load_bits(bits_ptr, key_block, row, var: gl.constexpr):
-    """The bits of 64 rows for a key block, [64, block_n / 32] words, all set if the key block has none; a number without bits.
+    """The bits of 64 rows for a key block, [64, block_n / 32] words, all set if the block is full; without bits, a placeholder.
 
     row: the first row of the warpgroup in its sequence. A thread has two rows of scores and whole words of each, so the words
     are loaded into the registers where they are needed.
@@ -157,7 +158,7 @@ def load_bits(bits_ptr, key_block, row, var: gl.constexpr):
 
 @gluon.jit
 def first_of_mask(tile, row, added):
-    """Where the mask of a warpgroup begins, whose first row in the sequence is `row`; a number without a float mask."""
+    """A pointer to row `row` of a float mask, the first row of a warpgroup; without a float mask, a placeholder."""
     if added.mask is not None:
         at = tile.origin.to(gl.int64) * added.batch + tile.head.to(gl.int64) * added.head + row.to(gl.int64) * added.row
         return added.mask + at
@@ -168,11 +169,11 @@ def first_of_mask(tile, row, added):
 @gluon.jit
 def load_mask(key_block, limits, added, var: gl.constexpr):
     """The numbers of a float mask for 64 rows and a key block, as `added_scores` takes them. They are 0 in a full block and
-    past the end; a number without a float mask.
+    past the end. Without a float mask, the result is a placeholder.
 
-    With `mask_words` they are [64, block_n / 2] words of two numbers, of which a thread loads four that are neighbours: in the
-    layout of the scores, where a thread has two neighbours of a row, the loads of a warp would touch eight rows for 16 bytes of
-    each. Else they are [64, block_n] in the layout of the scores.
+    With `mask_words` they are [64, block_n / 2] words of two numbers, and a thread loads four neighbouring words. In the layout
+    of the scores, a thread has only two neighbours of a row, so the loads of a warp would touch eight rows for 16 bytes each.
+    Without `mask_words` they are [64, block_n] in the layout of the scores.
     """
     NUMBERS: gl.constexpr = 2 if var.mask_words else 1
     WIDTH: gl.constexpr = var.tiles.block_n // NUMBERS
@@ -185,7 +186,7 @@ def load_mask(key_block, limits, added, var: gl.constexpr):
         pointers = limits.mask + at
         inside = gl.expand_dims(partial, 1) & (columns < added.keys // NUMBERS)
         if var.mask_words:
-            # the compiler does not see through the arguments of warps that strides and the end are multiples of four words
+            # the compiler cannot know that strides and the end are multiples of four words: they are arguments of a partition
             pointers = gl.max_contiguous(gl.multiple_of(pointers, [1, 16]), [1, 4])
             inside = gl.max_constancy(inside, [1, 4])
         return gl.load(pointers, mask=inside, other=0)
@@ -195,8 +196,8 @@ def load_mask(key_block, limits, added, var: gl.constexpr):
 
 @gluon.jit
 def added_scores(loaded, dtype: gl.constexpr, var: gl.constexpr):
-    """What `load_mask` has loaded as float32 [64, block_n] in the layout of the scores. Words change places among the threads
-    that share a row. dtype: of the mask, if it was loaded in words"""
+    """Convert what `load_mask` has loaded to float32 [64, block_n] in the layout of the scores. Threads that share a row
+    exchange words. dtype: the dtype of a mask that was loaded in words"""
     if var.mask_words:
         words = gl.convert_layout(loaded, var.word_layout)
         if dtype == gl.bfloat16:

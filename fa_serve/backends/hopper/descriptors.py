@@ -1,8 +1,8 @@
 """How the copy engine (TMA) addresses tensors: the strides that it accepts, and the views that a launch encodes.
 
 The copy engine wants a contiguous last dimension, all other strides and the base address at multiples of 16 bytes, and no
-expanded dimension. `copy_engine_strides` says whether a layout is of that kind. `dense_view` and `ragged_view` say how the
-kernel sees a tensor: the bounds given there are enforced by the hardware, which reads zeros and drops writes beyond them.
+expanded dimension. `copy_engine_strides` says whether a layout meets these conditions. `dense_view` and `ragged_view` say how
+the kernel sees a tensor: the hardware enforces the bounds of a view, reads zeros beyond them and drops writes there.
 """
 
 from __future__ import annotations

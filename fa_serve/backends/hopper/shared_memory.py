@@ -15,8 +15,8 @@ def ring_of(width: gl.constexpr, desc, var: gl.constexpr, parts: gl.constexpr = 
     """-> a ring of blocks of K or V, each in `parts` of `width` columns, and the same memory as the boxes in which a paged
     cache arrives.
 
-    The 128-byte swizzle stores 64 columns of all rows, then the next 64 columns, and each 8 rows of these form one pattern. So
-    64 columns of 8 n rows are contiguous. Fewer columns have the swizzle of their width, with the same property.
+    The 128-byte swizzle stores 64 columns of all rows, then the next 64 columns, and its pattern repeats every 8 rows. So 64
+    columns of 8 n rows are contiguous. Fewer columns have the swizzle of their width, with the same property.
     """
     STAGES: gl.constexpr = var.tiles.stages * parts
     CHUNK: gl.constexpr = 64 if width > 64 else width

@@ -2,18 +2,18 @@
 
 `prefill` is the FlashAttention-2 forward pass over dense, packed and paged keys, and `backward` the gradients of dense and
 packed calls. `decode` splits one sequence's keys, paged or dense, among programs when the queries are few. `tree` computes any
-number of queries over pages with bits that do not depend on the others. `latent` reads pages whose values are a part of their
-keys. `block_sparse` walks over lists of key blocks, for prompts and for decoding; `mask_blocks` makes such lists of a mask.
-In each of these folders `plan` describes the algorithm and plans calls, and `kernel` (`kernels` in `backward`) has the kernels.
-`store_kv` writes the paged cache.
+number of queries against paged keys, and the bits of a query's output do not depend on the other queries. `latent` reads pages
+whose values are a part of their keys. `block_sparse` walks over lists of key blocks, for prompts and for decoding;
+`mask_blocks` makes such lists from a mask. In each of these folders `plan` describes the algorithm and plans calls, and
+`kernel` (`kernels` in `backward`) has the kernels. `store_kv` writes the paged cache.
 
 Kernels share `primitives`, which are steps of the algorithm, `splits`, which cuts keys and combines the results, `key_pages`,
 which finds keys in a cache, and `float8_conversions`, which reads a quantised cache. `float8_inputs` makes the float8 copies
-that `prefill` and the Hopper kernel multiply, and `prefill.float8_products` is what they change in `prefill`. `tiles` chooses
-tiles.
+that `prefill` and the Hopper kernel multiply, and `prefill.float8_products` has the parts of `prefill` that differ for them.
+`tiles` chooses tiles.
 
-This package leaves out everything that only Hopper has (`backends.hopper`), and what a decoder layer computes beside attention
-(`fa_serve.ops`).
+This package leaves out everything that only Hopper has (`backends.hopper`), and what a decoder layer computes in addition to
+attention (`fa_serve.ops`).
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ def widen(x, dtype: tl.constexpr, PTX: tl.constexpr):
 
 @triton.jit
 def half_of_pairs(x, SELECT: tl.constexpr):
-    """Of two float8 numbers in 16 bits, the first (SELECT 0x5410) or the second (0x7632) as float16.
+    """The first (SELECT 0x5410) or the second (0x7632) of two float8 numbers in 16 bits, as float16.
 
     8-bit numbers that have to be transposed would be read one by one from shared memory. Pairs of columns are read like 16-bit
     numbers: a register then holds two keys of one pair, and a byte permutation puts the two keys of one column side by side.
@@ -51,7 +51,7 @@ def fit_float16(q):
     The result is exact for bfloat16 numbers down to 2^-14 of the largest number in the row.
     """
     x = q.to(tl.float32)
-    # The bits of the exponent alone are a power of two. 0 and the largest exponent have no normal inverse and are clamped.
+    # The exponent bits without the others are a power of two. 0 and the largest exponent have no normal inverse: clamp them.
     exponent = tl.max(tl.abs(x), 1).to(tl.int32, bitcast=True) & 0x7F800000
     exponent = tl.minimum(tl.maximum(exponent, 1 << 23), 253 << 23)
     inverse = ((254 << 23) - exponent).to(tl.float32, bitcast=True)

@@ -1,4 +1,4 @@
-"""Float8 copies of q, k and v for kernels of prompts, after FlashAttention-3 (Shah et al. 2024, section 3.3), in one launch.
+"""Float8 copies of q, k and v for prefill kernels, made in one launch, after FlashAttention-3 (Shah et al. 2024, section 3.3).
 
     float8_e4m3fn has 3 bits of mantissa and reaches from 2^-9 to 448
 
@@ -14,14 +14,14 @@ The copies of packed keys have gaps: each sequence begins at a multiple of BLOCK
 
     first(b) = cu_seqlens_k[b] // BLOCK_KEYS + b       in units of BLOCK_KEYS rows
 
-which needs no length on the host. The copies of keys in pages are a dense batch with room for max_seqlen_k keys of each
-sequence, because only the device knows how many there are. Rows past the end of a sequence are zero, and so are rows before
-its first query's window. Groups without any other rows are not written, and neither are those of sequences that another kernel
-computes (see `backends.mixed`).
+which needs no length on the host. The copies of paged keys are a dense batch with room for max_seqlen_k keys of each sequence,
+because only the device knows how many keys a sequence has. In a copy, rows past the end of a sequence are zero, and so are rows
+before the window of its first query. Groups that have only such rows are not written, and neither are the groups of sequences
+that another kernel computes (see `backends.mixed`).
 
-A cache that is float8 already has one scale for each head, its descale, which commutes with H: keys are multiplied by H as they
-are, then by the descale, and are rounded again with the scale of their group. Values keep their numbers, and their descale is
-the scale of each group.
+A float8 cache already has one scale for each head, the descale, which commutes with H. So the stored keys are multiplied by H,
+then by the descale, and are rounded again with the scale of their group. Stored values are copied unchanged, and the descale is
+the scale of all their groups.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _ROWS = BLOCK_KEYS.value
 _GROUP = tl.constexpr(_ROWS)
 _FAR = tl.constexpr(1 << 30)
 Form = Literal["dense", "packed", "paged"]
-"""How keys lie: in a dense batch, or behind packed queries, end to end or in pages."""
+"""How keys lie: in a dense batch, packed end to end, or in pages. With the last two forms, queries are packed."""
 
 
 class Strides(NamedTuple):
@@ -64,7 +64,7 @@ class Strides(NamedTuple):
 def _make_rotation(dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """H * sqrt(dim), [dim, dim]: entry (r, c) is -1 to the power of the number of bits of r & c, times a random sign of row r.
 
-    The signs are bits of a hash of 16 bits, a fixed choice, which gives the same result at each call.
+    The signs are bits of a 16-bit hash of the row number, so that all calls use the same matrix.
     """
     index = torch.arange(dim, device=device)
     odd = index[:, None] & index
@@ -83,7 +83,7 @@ _MAX_ROTATIONS = 64
 def _rotation(dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """H * sqrt(dim), kept for later calls: computing it took two thirds of the instructions of a program.
 
-    What a capture allocates is filled at its replay only, and is not kept.
+    A tensor that is allocated while a CUDA graph is captured is filled only by a replay, so it is not kept.
     """
     key = (dim, dtype, device)
     rotation = _ROTATIONS.get(key)
@@ -94,7 +94,7 @@ def _rotation(dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         if torch.cuda.is_current_stream_capturing():
             return rotation
         torch.cuda.current_stream(device).synchronize()  # once, because other streams will read it too
-    if type(rotation) is Tensor:  # not a tensor of torch.compile without values
+    if type(rotation) is Tensor:  # and not one of torch.compile's tensors, which have no values
         if len(_ROTATIONS) >= _MAX_ROTATIONS:
             _ROTATIONS.clear()
         _ROTATIONS[key] = rotation
@@ -103,8 +103,8 @@ def _rotation(dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 @triton.jit
 def _rotate(x_ptr, offsets, keep, rotation_ptr, DIM: tl.constexpr):
-    """Rows of x times H * sqrt(DIM), float32. The entries of this matrix are +1 and -1, so that the product with 16 bits is
-    exact; the scales of the rows are divided by sqrt(DIM) instead."""
+    """Rows of x times H * sqrt(DIM), float32. The entries of this matrix are +1 and -1, so its products with 16-bit numbers are
+    exact. The scales of the rows are divided by sqrt(DIM) instead."""
     PART: tl.constexpr = min(DIM, 128)
     cols = tl.arange(0, DIM)[None, :]
     y = tl.zeros([_GROUP, DIM], tl.float32)
@@ -125,7 +125,7 @@ def _scale_of(largest):
 def _quantize_queries(
     q_ptr, rotation_ptr, q8_ptr, scale_ptr, strides, block, head, num_heads, seqlen, total, DIM: tl.constexpr
 ):
-    """A block of rows of one head: rows of all sequences, and a scale for each row."""
+    """Quantise a block of rows of one head, with a scale for each row. A block may have rows of several sequences."""
     row = block * _GROUP + tl.arange(0, _GROUP)
     keep = row < total
     batch = row // seqlen
@@ -143,9 +143,10 @@ def _quantize_queries(
 
 @triton.jit
 def _find_group(group, cu_seqlens_ptr, batch):
-    """The rows of a group of a copy with gaps: (the sequence's first row in k, its length, the group's first row in it).
+    """The rows of a group of a copy with gaps: (first row of its sequence in k, length of the sequence, first row of the group
+    in the sequence).
 
-    A group that belongs to no sequence begins past the end of one.
+    If the group belongs to no sequence, its first row is past the end of the sequence before it.
     """
     sequence = 0
     for start in range(0, batch, _CHUNK):
@@ -180,7 +181,7 @@ def _row_offsets(rows, keep, sequence, first, strides, block_table_ptr, table_st
 
 @triton.jit
 def _quantize_keys(k_ptr, offsets, keep, rotation_ptr, descale, k8_ptr, scale_ptr, at, DIM: tl.constexpr):
-    """A group of rows of one head of k, with one scale, to the `at`-th group of the copy."""
+    """Quantise a group of rows of one head of k, with one scale, into group number `at` of the copy."""
     y = _rotate(k_ptr, offsets, keep, rotation_ptr, DIM) * descale
     scale = _scale_of(tl.max(tl.max(tl.abs(y), 1, keep_dims=True), 0, keep_dims=True))
     tl.store(scale_ptr + at + tl.zeros([1, 1], tl.int32), scale * DIM**-0.5)
@@ -190,7 +191,7 @@ def _quantize_keys(k_ptr, offsets, keep, rotation_ptr, descale, k8_ptr, scale_pt
 
 @triton.jit
 def _transpose_values(v, descale, IS_FLOAT8: tl.constexpr, v8_ptr, scale_ptr, at, groups, DIM: tl.constexpr):
-    """A group of rows of one head of v, with one scale, to columns of the copy (heads, dim, rows)."""
+    """Quantise a group of rows of one head of v, with one scale, into columns of the copy (heads, dim, rows)."""
     if IS_FLOAT8:
         scale = tl.maximum(descale, SMALLEST_SCALE)
     else:
@@ -265,9 +266,9 @@ def _quantize_inputs(
     rotation_ptr: H * sqrt(DIM) in q's dtype
     cu_seqlens_q_ptr, block_table_ptr: None unless keys are in pages. k_descale_ptr, v_descale_ptr: None unless k and v are
               float8
-    v8_ptr:   None: v is used as it is. v_scale_ptr: None: v is copied in 16 bits
+    v8_ptr:   None if v is used without a copy. v_scale_ptr: None if v is copied in 16 bits
     seqlen_q, seqlen_k: lengths of a dense batch; packed queries are one sequence of total_q rows
-    groups:   groups of rows of one sequence of a dense batch or of a batch in pages, or of all packed sequences together
+    groups:   number of groups of rows per sequence (dense batch, pages), or of all packed sequences together
     query_blocks, key_groups: programs of one head of q, and of one head of k or v
     skip_q, left: as in `_visible_rows`
     """
@@ -280,7 +281,7 @@ def _quantize_inputs(
         block = program % query_blocks
         _quantize_queries(q_ptr, rotation_ptr, q8_ptr, q_scale_ptr, q_strides, block, head, num_heads, seqlen_q, total_q, DIM)
     else:
-        # the index of the group among those of its head, its sequence in a batch, and its rows [low, length) from `row` on
+        # the index of the group among the groups of its head, its sequence, its first row, and the rows [low, length) to copy
         program -= num_heads * query_blocks
         index = program % key_groups
         number = program // key_groups
@@ -330,12 +331,12 @@ def _quantize_inputs(
 
 
 class InputQuantizer:
-    """The launch of `_quantize_inputs` for calls whose tensors lie alike.
+    """The launch of `_quantize_inputs` for calls whose tensors have equal layouts.
 
-    groups:  groups of BLOCK_KEYS keys of a head: of one sequence, or of all that are packed
-    layouts: how the copies of q, k and v lie, with their dimensions in the order that the kernel's views have: (batch, seqlen,
+    groups:  number of groups of BLOCK_KEYS keys of a head, for one sequence or for all packed sequences together
+    layouts: layouts of the copies of q, k and v, with their dimensions in the order of the kernel's views: (batch, seqlen,
              heads, dim), and without batch for packed queries. Packed keys are one long sequence. Transposed values have dim
-             and seqlen exchanged. Values that are not copied lie as they were given
+             and seqlen exchanged. Values that are not copied have the layout of v
     """
 
     def __init__(

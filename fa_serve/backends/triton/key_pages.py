@@ -1,8 +1,8 @@
 """Where the decoding kernel finds the keys and values of a block: in the pages of a cache, or in a dense one.
 
-The computation of addresses was the largest part of that kernel's instructions (see docs/kernels/decode.md), so each form of
-page has the cheapest one. `var` is the variant of the kernel, such as `decode.kernel.DecodeVariant`. This module
-leaves out what is done with keys.
+Address computation was the largest part of that kernel's instructions (see docs/kernels/decode.md), so each relation of page
+size to block size has its own, cheapest computation. `var` is the variant of the kernel, such as `decode.kernel.DecodeVariant`.
+This module leaves out what is done with keys.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _LIMIT = 1 << 31
 
 
 def has_wide_rows(*operands: Tensor, paged: bool, rows: int = MAX_KEYS_PER_TILE) -> bool:
-    """Whether a kernel must compute in 64 bits where a row lies within its page or its tile of `rows` rows.
+    """Whether a kernel needs 64 bits for the offset of a row within its page or its tile of `rows` rows.
 
-    Such a page has 2^31 elements or more, or tokens are that far apart, as where all pages of a cache lie between two tokens.
-    The other kernels save the instructions. A tile that is not paged begins at an offset of 64 bits.
+    It does if a page spans 2^31 elements or more, or if tokens are so far apart that its rows do, as where all pages of a cache
+    lie between two tokens. Other kernels save instructions with 32 bits. The offset of a tile that is not paged always has 64.
     """
     for x in operands:
         page, token = (x.stride(0), x.stride(1)) if x.dim() == 4 else (0, x.stride(0))
@@ -31,7 +31,7 @@ def has_wide_rows(*operands: Tensor, paged: bool, rows: int = MAX_KEYS_PER_TILE)
 
 
 def has_wide_mask(mask: Tensor | None) -> bool:
-    """Whether the column of a mask (batch, heads, queries, keys) may lie 2^31 elements or more behind the first one."""
+    """Whether a column of a mask (batch, heads, queries, keys) may lie 2^31 elements or more after the first column."""
     return mask is not None and mask.shape[3] * mask.stride(3) >= _LIMIT
 
 
@@ -39,7 +39,7 @@ def has_wide_mask(mask: Tensor | None) -> bool:
 def read_pages(table_ptr, block, offs_n, first_key, kv_len, var: tl.constexpr):
     """The page of each key of a block, 0 for keys outside of the sequence or before its window.
 
-    It is a single number where a page is a whole number of blocks.
+    The result is a single number if a page is a whole number of blocks.
     """
     BLOCK_N: tl.constexpr = var.split.block_n
     PAGE_SIZE: tl.constexpr = var.page_size
@@ -51,7 +51,7 @@ def read_pages(table_ptr, block, offs_n, first_key, kv_len, var: tl.constexpr):
         owned = cols < kv_len
         if var.split.has_left:
             owned = owned & (cols >= first_key)
-        # both are the same number; the first form makes what changes from block to block one sum for all keys
+        # Both forms give the same number. In the first, only one term changes from block to block, and all keys share it.
         index = block * (BLOCK_N // PAGE_SIZE) + offs_n // PAGE_SIZE if BLOCK_N % PAGE_SIZE == 0 else cols // PAGE_SIZE
     return tl.load(table_ptr + index, mask=owned, other=0)
 

@@ -1,17 +1,17 @@
-"""The scan of a mask of elements: one pass that finds its empty, full and mixed blocks, and lists them.
+"""The scan of an element-wise mask: one pass that finds its empty, full and mixed blocks, and lists them.
 
     run = plan_over_blocks(plan_block_sparse, tensors, options)     # tensors.mask is not None
     out, lse = run(tensors)
 
-The first kernel reads each block of 128 x 128 elements once, in a program for each, and writes one byte: whether the block is
-empty, full or mixed. A bool block is full if it keeps all elements, a float block if all its numbers are 0; it is empty if it
-hides all, by False or by numbers that are -inf in base 2, such as -inf and the least numbers of float32 and bfloat16. Of a
+In the first kernel, a program reads one block of 128 x 128 elements once and writes one byte: whether the block is empty, full
+or mixed. A bool block is full if it keeps all elements, a float block if all its numbers are 0. A block is empty if it hides
+all elements, by False or by numbers that are -inf in base 2, such as -inf and the lowest numbers of float32 and bfloat16. For a
 mixed bool block the kernel also writes the bits. The second kernel counts the bytes of a block of queries and writes the two
-lists. Nothing waits for the device.
+lists. The host does not wait for the device.
 
-The number of mixed blocks is known to the device alone, so there is room for the bits of every block, and bits stand at the
-number of their key block, not at its place in the list as in lists that a caller gives. Kernels add the numbers of a mixed
-float block themselves, from the mask.
+Only the device knows the number of mixed blocks, so there is room for the bits of every block. The bits of a block are stored
+at the number of its key block; in lists that a caller passes, they are stored at the block's place in the list. For a mixed
+float block, attention kernels read the numbers from the mask and add them.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ EMPTY = tl.constexpr(0)
 MIXED = tl.constexpr(1)
 FULL = tl.constexpr(2)
 HIDDEN = tl.constexpr(-2.4e38)
-"""Kernels compute in base 2, and from this number on the product with log2(e) is -inf in float32."""
+"""This number and lower numbers hide a key: kernels compute in base 2, and their products with log2(e) are -inf in float32."""
 _LISTED_AT_A_TIME = 1024
 """Key blocks whose kinds a program of the second kernel reads at a time: 131,072 keys."""
 
 
 @triton.jit
 def _kind_of(seen, changed):
-    """The kind of a block, or of some of its rows: `seen` says what the mask leaves, and `changed` what it does not leave as it
-    is. Both counts are at most 2^14, so one sum has both."""
+    """The kind of a block, or of some of its rows. `seen`: elements that the mask does not hide; `changed`: elements that it
+    hides or changes. Both counts are at most 2^14, so one sum holds both."""
     counts = tl.sum(tl.sum(seen.to(tl.int32) + changed.to(tl.int32) * 65536, 1), 0)
     kind = MIXED
     if counts >> 16 == 0:
@@ -61,7 +61,7 @@ def _kind_of_rows(block_ptr, rows, keys, stride_q, stride_k, ADDED: tl.constexpr
     inside = (row < rows) & (key < keys)
     given = tl.load(block_ptr + row.to(tl.int64) * stride_q + key.to(tl.int64) * stride_k, mask=inside, other=0)
     if ADDED:
-        hidden = given.to(tl.float32) <= HIDDEN  # which a NaN is not
+        hidden = given.to(tl.float32) <= HIDDEN  # False for a NaN
         kind = _kind_of(inside & (hidden == 0), inside & (given != 0))
     else:
         kind = _kind_of(given != 0, inside & (given == 0))
@@ -80,9 +80,9 @@ def _and(first, second):
 
 @triton.jit
 def _kind_of_words(words_ptr, rows, keys, stride_q, BLOCK: tl.constexpr):
-    """The kind of a block of a bool mask, four elements at a time: the bits that some word has, and those that all words have.
+    """The kind of a block of a bool mask, in words of four elements, which are combined by OR and by AND.
 
-    Each is one instruction for two words, so the memory is waited for and not the arithmetic. A byte of True is 1.
+    It takes one instruction to combine two words, so the memory is the limit, not the arithmetic. A byte that is True is 1.
     """
     row = tl.arange(0, BLOCK)[:, None]
     word = tl.arange(0, BLOCK // 4)[None, :]
@@ -134,7 +134,7 @@ def _classify_blocks(
 ):
     """One program: the kind of one block, and its bits if it is a mixed block of a bool mask.
 
-    words_ptr: a bool mask as int32, four elements each, or None: a comparison of a word has four elements in one instruction
+    words_ptr: a bool mask as int32 words of four elements, so that one instruction handles four elements; or None
     """
     WORDS: tl.constexpr = BLOCK // 32
     program = tl.program_id(0)
@@ -151,7 +151,7 @@ def _classify_blocks(
         kind = _kind_of_words(words_ptr + first // 4 + key_block * (BLOCK // 4), rows, keys, stride_q, BLOCK)
     else:
         kind = MIXED
-        if bits_ptr is None:  # most biases show what they are in a few rows
+        if bits_ptr is None:  # in most biases, a few rows show that the block is mixed
             kind = _kind_of_rows(block_ptr, rows, keys, stride_q, stride_k, bits_ptr is None, 8, BLOCK)
         if (kind != MIXED) | (bits_ptr is not None):
             kind = _kind_of_rows(block_ptr, rows, keys, stride_q, stride_k, bits_ptr is None, BLOCK, BLOCK)
@@ -186,12 +186,12 @@ def _list_blocks(kinds_ptr, num_ptr, index_ptr, full_num_ptr, full_index_ptr, ke
 class MaskScan:
     """The scan of masks that look like this one: bool or floating point, broadcastable to (batch, num_heads, queries, keys).
 
-    rows: sequences, heads and blocks of queries that have separate lists
+    rows: numbers of sequences, heads and blocks of queries that have separate lists
     """
 
     def __init__(self, mask: Tensor, seqlen_q: int, seqlen_k: int) -> None:
         strides = [0 if size == 1 else stride for size, stride in zip(mask.shape, mask.stride(), strict=True)]
-        # an expanded dimension repeats itself, and so would its lists
+        # an expanded dimension repeats the same mask, so one set of lists serves all its indices
         batch, heads = (size if stride else 1 for size, stride in zip(mask.shape[:2], strides[:2], strict=True))
         query_blocks = -(-seqlen_q // SCANNED_BLOCK)
         key_blocks = -(-seqlen_k // SCANNED_BLOCK)
@@ -200,7 +200,7 @@ class MaskScan:
         self._has_bits = mask.dtype == torch.bool
         count = batch * heads * query_blocks
         self._fills_words = self._has_bits and strides[3] == 1 and all(n % 4 == 0 for n in (seqlen_k, *mask.stride()[:3]))
-        # with the words of a mask, and without; a launch has the same presence of tensors at each call
+        # without the words of a mask, and with them: at each call of a launch, the same tensors must be None
         self._classify, self._classify_words = (
             Launch(
                 _classify_blocks,
@@ -222,7 +222,7 @@ class MaskScan:
         )
 
     def lists_on(self, device: torch.device | str) -> BlockLists:
-        """Lists of the shapes of this scan, whose numbers are not set."""
+        """Uninitialised lists with the shapes of this scan."""
 
         def new(*shape: int) -> Tensor:
             return torch.empty(*self.rows, *shape, dtype=torch.int32, device=device)
@@ -232,7 +232,7 @@ class MaskScan:
         return BlockLists(new(), new(width), new(), new(width), (SCANNED_BLOCK, SCANNED_BLOCK), bits)
 
     def __call__(self, mask: Tensor) -> ScannedMask:
-        """Two launches on the current stream, which are not waited for."""
+        """Scan a mask by two launches on the current stream, without waiting for them."""
         lists = self.lists_on(mask.device)
         num, index, full_num, full_index, bits = lists.tensors
         kinds = torch.empty(*self.rows, self._key_blocks, dtype=torch.uint8, device=mask.device)
@@ -246,7 +246,7 @@ class MaskScan:
 
 
 def plan_over_blocks(plan: Callable[[Any, AttentionOptions], Run], tensors: AttentionTensors, options: AttentionOptions) -> Run:
-    """Plan a dense call with a mask by `plan`, whose kernel takes lists that come with a mask (see `AttentionTensors`)."""
+    """Plan a dense call with a mask. plan: for a kernel that takes lists together with their mask (see `AttentionTensors`)"""
     assert tensors.mask is not None
     scan = MaskScan(tensors.mask, options.max_seqlen_q, options.max_seqlen_k)
     run_over_lists = plan(tensors._replace(blocks=scan.lists_on("meta")), options)
@@ -271,7 +271,7 @@ def _at_aligned_address(mask: Tensor) -> Tensor:
 
 
 def scan_once(mask: Tensor, scan: MaskScan) -> ScannedMask:
-    """What a scan of this mask finds, or has found in a call before this one."""
+    """The result of the scan of this mask, kept from an earlier call if there was one."""
     stream = 0
     if mask.is_cuda:
         with on_device_of(mask):

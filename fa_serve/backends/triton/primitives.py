@@ -18,15 +18,16 @@ which float16 can hold."""
 
 @triton.jit
 def wait_for_previous_kernel(PDL: tl.constexpr, NEXT_READS_AHEAD: tl.constexpr = False):
-    """Let the kernel behind this one start, and wait until the kernel before this one has completed (programmatic launch).
+    """Let the next kernel start, and wait until the previous kernel has completed (programmatic launch).
 
-    A program of each launch must call this, even if none has anything to do (`wait_if_needed`): the next kernel waits for the
-    completion of this kernel only, so completing must imply that the kernel before this one has completed as well.
+    At least one program of each launch must call this, even if no program has work to do (`wait_if_needed`): the next kernel
+    waits only for this kernel, so the completion of this kernel must imply that the previous kernel has completed as well.
 
-    The next kernel starts once all programs of this one have come here, so it may request its first weights while this one
-    still waits. What it reads before it waits itself may therefore be nothing that a kernel of the same step writes.
+    The next kernel starts once all programs of this one have called this function or ended, so it may request its first weights
+    while this one still waits. Before it waits itself, it may therefore read nothing that a kernel of the same step writes.
 
-    NEXT_READS_AHEAD: the next kernel does read such things, of kernels before this one. It starts when those have completed.
+    NEXT_READS_AHEAD: the next kernel does read, before it waits, what kernels before this one wrote. It then starts only when
+                      those have completed.
     """
     if PDL:
         if NEXT_READS_AHEAD:
@@ -41,8 +42,8 @@ def wait_for_previous_kernel(PDL: tl.constexpr, NEXT_READS_AHEAD: tl.constexpr =
 def wait_if_needed(needed, PDL: tl.constexpr):
     """`wait_for_previous_kernel` for a program that reads what that kernel writes, and for the first program of a launch.
 
-    A program with nothing to do ends at once and leaves its place on the multiprocessor to others. One program that waits is
-    enough for completion to imply that of the kernel before.
+    Any other program with nothing to do ends at once and leaves its place on the multiprocessor to others. One waiting program
+    is enough: this kernel then completes after the previous kernel.
     """
     if needed | (tl.program_id(0) == 0):
         wait_for_previous_kernel(PDL)
@@ -52,8 +53,8 @@ def wait_if_needed(needed, PDL: tl.constexpr):
 def softcap_scores(s, scale, softcap, EXACT: tl.constexpr, PTX: tl.constexpr):
     """softcap * tanh(s * scale / softcap), in base 2.
 
-    NVIDIA GPUs (PTX) compute tanh in one instruction with a relative error of 2^-11. PyTorch rounds a 16-bit score more often
-    than once by as much. Elsewhere tanh(x) = 1 - 2 / (1 + exp(2x)), which saturates without overflow but cancels near 0: its
+    NVIDIA GPUs (PTX) compute tanh in one instruction with a relative error of 2^-11. PyTorch rounds a 16-bit score by as much,
+    and more than once. Elsewhere tanh(x) = 1 - 2 / (1 + exp(2x)), which saturates without overflow but cancels near 0: its
     error there, 6e-8 * softcap, is above the rounding of float32 inputs. EXACT, for float32, uses the Taylor series for
     |x| < 1/4, whose error is below 1e-8.
     """
@@ -71,11 +72,12 @@ def softcap_scores(s, scale, softcap, EXACT: tl.constexpr, PTX: tl.constexpr):
 
 @triton.jit
 def find_tile(tile, cu_q_ptr, batch, skip_q, GROUPS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_BATCH: tl.constexpr):
-    """-> the sequence and the place of a tile of BLOCK_M packed rows, among the sequences with more than skip_q queries.
+    """-> the sequence of a tile of BLOCK_M packed rows, and the tile's place in it. Only sequences with more than skip_q
+    queries have tiles.
 
     The last rows of a sequence, which see the most keys, come first. The sequence is `batch` when there are no more tiles.
 
-    GROUPS:      rows of a query
+    GROUPS:      rows per query
     BLOCK_BATCH: width of the prefix sum, at least `batch`
     """
     index = tl.arange(0, BLOCK_BATCH)
@@ -89,7 +91,7 @@ def find_tile(tile, cu_q_ptr, batch, skip_q, GROUPS: tl.constexpr, BLOCK_M: tl.c
 
 @triton.jit
 def first_visible(position, left, CHUNKED: tl.constexpr):
-    """The first key that the query at this position may see: of its window, or of its chunk of `left` keys.
+    """The first key that the query at this position may see: the start of its window, or of its chunk of `left` keys.
 
     It is negative or meaningless for a window that begins before the first key, and for a negative position.
     """
@@ -146,7 +148,7 @@ def online_softmax_update(s, factor, row_max, row_sum):
 
 @triton.jit
 def group_softmax(s, factor, row_max, row_sum):
-    """`online_softmax_update` within a group of the tree (see `tree.plan`), for every kernel: explicit roundings.
+    """`online_softmax_update` within a group of the tree (see `tree.plan`). The explicit fma make all kernels round alike.
 
     The maximum of a row follows its scores only when they exceed it by more than SCORE_GROWTH, as in FlashAttention-4, so that
     the output seldom has to be rescaled. Any number near the true maximum keeps the result exact.
@@ -174,7 +176,7 @@ def fold_rows(row_max, row_sum, group_max, group_sum):
 
 @triton.jit
 def fold_outputs(out, group_out, before, added):
-    """The output of the groups so far, and of one more, by the factors of `fold_rows` as columns."""
+    """Add the output of one more group to the output of the groups before it. before, added: see `fold_rows`, as columns."""
     return tl.fma(group_out, added, out * before)
 
 
@@ -203,13 +205,14 @@ def finish_softmax(row_max, row_sum):
 
 @triton.jit
 def clear_rows(out_ptr, lse_ptr, first, end, program, programs, num_heads, strides, rows, columns, DIM_V: tl.constexpr):
-    """The rows from `first` to `end` of packed queries, which belong to no sequence: out is 0 and lse is -inf.
+    """Clear the packed rows from `first` to `end`, which belong to no sequence: out becomes 0 and lse -inf.
 
     `programs` programs divide the rows of all heads among them. In most calls there is no such row, so a call pays for one
     comparison.
 
     strides:       of out by token and head, of lse by head
-    rows, columns: the numbers of a tile that is stored at a time, which a kernel in Gluon makes in layouts of its choice
+    rows, columns: indices of the rows and columns of the tile that is stored at a time. The caller passes them, so that a
+                   kernel in Gluon can choose their layouts
     """
     stride_ot, stride_oh, stride_lh = strides
     total = (end - first) * num_heads

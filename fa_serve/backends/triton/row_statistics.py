@@ -22,7 +22,7 @@ from fa_serve.backends.triton.tiles import padded_dim
 from fa_serve.launching.launch import Launch, row_strides
 
 STATS_ROWS = tl.constexpr(128)
-"""Row statistics of a sequence start at a multiple of this and are padded to one."""
+"""Row statistics of a sequence start at a multiple of this number and are padded to a multiple of it."""
 _DELTA_ROWS = 32  # query rows of one program
 
 
@@ -37,7 +37,7 @@ def row_range(cu_ptr, batch, seqlen, VARLEN: tl.constexpr):
 
 @triton.jit
 def load_rows(ptr, rows, length, stride, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """[rows, BLOCK_D]; rows past the end of the sequence belong to another one and read as 0."""
+    """[rows, BLOCK_D]; rows past the end of the sequence belong to another sequence and read as 0."""
     cols = tl.arange(0, BLOCK_D)
     keep = (rows < length)[:, None]
     if DIM < BLOCK_D:
@@ -47,7 +47,7 @@ def load_rows(ptr, rows, length, stride, DIM: tl.constexpr, BLOCK_D: tl.constexp
 
 @triton.jit
 def stats_at(batch, head, q_row0, stride_lb, stride_lh, VARLEN: tl.constexpr):
-    """Where the row statistics of a head of a sequence begin. They are padded, so that whole tiles are read."""
+    """Where the row statistics of a head of a sequence begin. They are padded, so that whole tiles can be read."""
     if VARLEN:
         return head.to(tl.int64) * stride_lh + (q_row0 + batch * STATS_ROWS) // STATS_ROWS * STATS_ROWS
     return batch.to(tl.int64) * stride_lb + head.to(tl.int64) * stride_lh
@@ -120,7 +120,7 @@ def attn_bwd_delta(
 class RowStatistics:
     """The plan of the statistics of one kind of call, whose out and dout have unit strides along head_dim.
 
-    shape: float32, (batch, num_heads, rows), or (num_heads, rows) if packed; rows are padded, see `stats_at`
+    shape: of the statistics, float32: (batch, num_heads, rows), or (num_heads, rows) if packed; rows are padded, see `stats_at`
     """
 
     __slots__ = ("_blocks", "_launch", "shape")
@@ -164,7 +164,7 @@ class RowStatistics:
 
 
 def head_strides(shape: Sequence[int]) -> tuple[int, int]:
-    """Strides of (batch, head) of contiguous row statistics; 0 for the first if they are packed."""
+    """Strides of (batch, head) of contiguous row statistics; packed statistics have 0 for the batch."""
     return (0 if len(shape) == 2 else shape[1] * shape[2], shape[-1])
 
 

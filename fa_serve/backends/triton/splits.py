@@ -1,10 +1,11 @@
 """How split-KV decoding cuts keys into splits, on the device, and how it combines their results.
 
-A kernel that computes splits (`decode`, `latent`) and the kernel `_combine` here find the same splits, each from
-the lengths, so nothing about them is stored. This module leaves out what is computed for a split.
+The kernels that compute splits (`decode`, `latent`) and the kernel `_combine` here each derive the same splits from the
+lengths, so nothing about the splits is stored. This module leaves out what is computed for a split.
 
 In the helpers, `sequences` is (cu_q_ptr, used_k_ptr, batch, max_q, max_k, window_left). A dense batch has no cu_q_ptr, and all
-of its sequences have max_q queries and max_k keys. Without used_k_ptr, only lists know which keys a sequence has.
+of its sequences have max_q queries and max_k keys. A packed batch without used_k_ptr has block lists, and only they say which
+keys a sequence has.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class SplitVariant:
     balanced:    the key blocks of the batch are cut into equal shares
     has_left:    there is a limit to the left, a window or, if `chunked`, a chunk
     pdl:         both kernels are launched programmatically
-    block_sparse: keys are those of lists (`block_sparse`), and each sequence has all splits, of which some may be empty
+    block_sparse: block lists name the keys (`block_sparse`), and every sequence has all splits, some of which may be empty
     """
 
     groups: int
@@ -90,7 +91,7 @@ class SplitCounts:
         return min(self.block_m, self.rows)
 
     def buffer_size(self, var: SplitVariant) -> int:
-        """How many float32 numbers the splits leave: results, and behind them log-sum-exps (see `lse_of_splits`)."""
+        """Size of the buffer of the splits in float32 numbers: results, then log-sum-exps (see `lse_of_splits`)."""
         places = self.splits * (2 if var.balanced else self.batch) * self.units * self.unit_rows
         return places * (var.dim_v + 1)
 
@@ -159,10 +160,10 @@ def _ends_on_line(index, sequences, var: tl.constexpr):
 def sequences_of_share(share, index, sequences, splits, min_blocks, var: tl.constexpr):
     """The sequences of which a program computes splits. If balanced, the line of `_ends_on_line` is cut into equal shares.
 
-    index: the numbers [0, batch_block), which a kernel in Gluon makes in a layout of its choice
+    index: the numbers [0, batch_block); the caller passes them, so that a kernel in Gluon can choose their layout
 
-    -> the first sequence and the one after the last, where the first one starts on the line, and the begin, the end and the
-    size of the share.
+    -> the first sequence, the last sequence + 1, where the first sequence starts on the line, and (begin, end, size) of the
+    share.
     """
     first = share // splits
     behind = first + 1
@@ -192,12 +193,12 @@ def _start_on_line(seq, sequences, shares, min_blocks, var: tl.constexpr):
 
 @triton.jit
 def split_of_sequence(share, seq_start, line, blocks, splits, min_blocks, ours, var: tl.constexpr):
-    """What a program computes of a sequence.
+    """The split of a sequence that a program computes.
 
-    blocks: the visible ones of the sequence; line: (begin, end, size) of the program's share of the line
+    blocks: number of visible blocks of the sequence; line: (begin, end, size) of the program's share of the line
 
-    -> its split and the number of splits, the first block and the one behind the last, the place of its result, and where the
-    next sequence starts on the line.
+    -> the split and the number of splits, the split's first block and its last block + 1, the place of its result, and where
+    the next sequence starts on the line.
     """
     if var.balanced:
         line_begin, line_end, share_size = line
@@ -222,7 +223,7 @@ def split_of_sequence(share, seq_start, line, blocks, splits, min_blocks, ours, 
 
 @triton.jit
 def lse_of_splits(splits_ptr, batch, splits, units, unit_rows, var: tl.constexpr):
-    """Where the buffer of the splits holds their log-sum-exps: behind the results, (places, dim_v) and then (places,).
+    """Where the buffer of the splits holds their log-sum-exps: after the results, (places, dim_v) and then (places,).
 
     One buffer holds both, because the host takes a microsecond or more for each allocation.
     """
@@ -240,8 +241,8 @@ def store_split(
 ):
     """Store the result of a split for packed rows, [BLOCK_M, columns] and [BLOCK_M] float32, until it is combined.
 
-    place, unit: of the split and of the tile of rows
-    SLICE:       as in `store_rows`
+    place: place of the split's result; unit: number of the tile of rows
+    SLICE: as in `store_rows`
     """
     at = (place.to(tl.int64) * units + unit) * unit_rows + tl.arange(0, out.shape[0])
     offs_dv = SLICE * out.shape[1] + tl.arange(0, out.shape[1])
@@ -253,9 +254,9 @@ def store_split(
 
 @triton.jit
 def store_rows(out_ptr, lse_ptr, out, lse, rows, live, row0, kv64, strides, var: tl.constexpr, SLICE: tl.constexpr = 0):
-    """Store packed rows where their token and their query head are. strides: of out by token and head, of lse by head.
+    """Store packed rows at their tokens and query heads. strides: of out by token and head, of lse by head.
 
-    SLICE: which of the slices of columns `out` is, if it does not have all columns; lse is stored with the first
+    SLICE: number of the slice of columns that `out` holds, if it does not hold all columns; lse is stored with slice 0
     """
     stride_ot, stride_oh, stride_lh = strides
     offs_dv = SLICE * out.shape[1] + tl.arange(0, out.shape[1])
@@ -349,9 +350,9 @@ def _combine(
 
 
 def combine_launch(counts: SplitCounts, var: SplitVariant, lse_stride: int, out_strides: tuple[int, ...]) -> Launch:
-    """The launch that combines what a kernel left in splits.
+    """The launch that combines the results of the splits.
 
-    Its tensors are out, lse, the buffer of the splits, seqused_k and cu_seqlens_q, and the number given late is max_k.
+    Each call passes the tensors out, lse, the buffer of the splits, seqused_k and cu_seqlens_q, and then the number max_k.
     """
     tiles = combine_tiles(var.balanced, counts.splits, var.block_dv, counts.batch * counts.units * counts.unit_rows)
     blocks_per_seq = -(-counts.units * counts.unit_rows // tiles.block_rows)

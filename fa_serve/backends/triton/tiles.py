@@ -1,8 +1,8 @@
 """Which tiles the portable kernels use: pure functions of what the host knows. Nothing is tuned on the serving path.
 
 `forward_tiles` chooses for the forward pass, `decode_tiles` for split-KV decoding, `combine_tiles` for combining splits, and
-`sparse_tiles` for block-sparse calls; `latent.plan.latent_tiles` stands beside its kernel. Each branch carries the measurement
-behind it. `bench_attention.py tune` and `tune_decode.py` in benchmarks/ repeat them.
+`sparse_tiles` for block-sparse calls; `latent.plan.latent_tiles` is in the folder of its kernel. Each branch cites the
+measurement on which it is based. `bench_attention.py tune` and `tune_decode.py` in benchmarks/ repeat the measurements.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from fa_serve.launching.launch import power_of_2
 
 DECODE_MIN_ROWS = 8
 """Rows of the shortest decoding tile, a row being one query of one query head. In a batch that mixes decoding with prompts,
-sequences with more rows go to the forward kernel. With 16 rows, the next tile, 32 sequences of 4096 keys beside a prompt take
-170 us instead of 141 (32/8 heads of 128, one H200) and 197 instead of 142 (64/8 heads)."""
+sequences with more rows go to the forward kernel. With 16 rows, the next tile, 32 sequences that decode 4096 keys next to a
+prompt take 170 us instead of 141 (32/8 heads of 128, one H200) and 197 instead of 142 (64/8 heads)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +27,9 @@ class TileConfig:
 
     num_stages: tiles of K and V in flight
     tma:        K and V are read through tensor descriptors
-    masks_all:  every tile is masked, and not only those at the edges, in a branch. Behind a branch Triton does not see that the
-                second product takes its operand from the first one, and mma.sync divides the columns of scores among warps
+    masks_all:  every tile is masked, without a branch that masks only tiles at the edges. With the branch, Triton does not see
+                that the second product takes its operand from the first, and divides the columns of scores of mma.sync among
+                warps
     """
 
     block_m: int
@@ -60,10 +61,10 @@ class DecodeTiles:
 
     splits:     splits per sequence or, if balanced, equal shares of the key blocks of the whole batch
     min_blocks: no split is shorter than this many key blocks
-    registers:  the most registers per thread, 0 for the compiler's choice. What a split needs once may spill; the inner loop
-                does not
-    mma_sync:   on Hopper, products are mma.sync in every release of Triton. Up to 3.7 those of 8 rows always are; since 3.8
-                they are wgmma, which keeps one more block of keys in shared memory and reads float8 keys by 16 bits
+    registers:  the most registers per thread, 0 for the compiler's choice. Values that a split needs only once may spill; the
+                inner loop does not spill
+    mma_sync:   on Hopper, products use mma.sync in every release of Triton. Up to 3.7, products of 8 rows always do; since 3.8
+                they use wgmma, which keeps one more block of keys in shared memory and reads float8 keys 16 bits at a time
     """
 
     block_m: int
@@ -78,7 +79,7 @@ class DecodeTiles:
 
     @property
     def by_rows(self) -> bool:
-        """Scores have queries as rows; with fewer rows they have keys as rows."""
+        """The rows of the scores are queries; in tiles with fewer query rows, they are keys."""
         return self.block_m >= 64
 
     def without_splits(self: _T) -> _T:
@@ -147,7 +148,7 @@ def forward_tiles(
         return TileConfig(64 if width > 128 or max_seqlen_q <= 64 else 128, 64 if width <= 128 else 32, 4, 1)
     if arch in (90, 100, 103) and not paged:
         # Measured on one H200 in bf16. The figures are TFLOPS at seqlen 512 / 2048 / 8192 (16k tokens, hidden size 2048). TMA
-        # needs no address registers, so three stages fit beside the accumulator and two programs of 64 rows share an SM.
+        # needs no address registers, so three stages fit next to the accumulator, and two programs of 64 rows share an SM.
         if width <= 64 and causal and max_seqlen_k <= 4096:
             return TileConfig(64, 64, 4, 3)  # causal 238 / 385 / 390, while the next tile reaches 178 / 342 / 437
         if width <= 64 and max_seqlen_k <= 1024:
@@ -350,13 +351,14 @@ def sparse_tiles(
 ) -> SparseTiles:
     """The tile of one block-sparse call.
 
-    In bf16 on one H200, a quarter of the blocks of 128 of 16k keys, ms: for head_dim 64, 128 x 64 with 4 warps takes 1.43, and
-    64 x 64 takes 1.46; for 128, 64 x 64 takes 1.21, and 128 x 64 takes 1.32; for 256, 128 x 64 with 8 warps takes 0.99, and
-    64 x 64 with 4 takes 1.70. Other GPUs take the forward kernel's tiles for pointer loads, with fewer keys where those spill.
+    Measured in ms in bf16 on one H200, for lists with a quarter of the blocks of 128 in 16k keys: for head_dim 64, 128 x 64
+    with 4 warps takes 1.43, and 64 x 64 takes 1.46; for 128, 64 x 64 takes 1.21, and 128 x 64 takes 1.32; for 256, 128 x 64
+    with 8 warps takes 0.99, and 64 x 64 with 4 takes 1.70. Other GPUs use the forward kernel's tiles for pointer loads, with
+    fewer keys where those tiles spill.
 
     block_rows: packed rows per block of queries; block_keys: keys per block
     rows:       packed rows of the longest sequence; lists: sequences times heads that have lists
-    split_keys: the most keys in a list that may be cut into splits, 0 where programs are many enough without
+    split_keys: the most keys in a list that may be cut into splits, 0 where there are enough programs without splits
     """
     width = max(padded_dim(head_dim), padded_dim(head_dim_v))
     if arch == 90 and itemsize == 2 and width <= 256:
@@ -382,8 +384,8 @@ def combine_tiles(balanced: bool, splits: int, block_dv: int, rows: int) -> Comb
 
     One warp adds up a row in its registers, while four warps pass every sum through shared memory. In us on one H200 with 32/8
     and 64/8 heads of 128, one warp and four: 8 x 8192 keys 72.2 and 74.6, 32 x 4096 keys 131.7 and 134.5, and 134.0 and 141.7.
-    The many splits of one sequence are shared by two warps: 1024 keys take 6.8 us and with one warp 7.5. The first two
-    arguments alone set the order in which splits are added, so with a fixed number of splits it does not depend on the batch.
+    The many splits of one sequence are shared by two warps: 1024 keys take 6.8 us, and 7.5 with one warp. Without `balanced`,
+    the order in which splits are added depends on their number, and not on the batch.
     """
     if not balanced:
         num_warps = 2 if block_dv <= 128 else 4 if block_dv <= 256 else 8

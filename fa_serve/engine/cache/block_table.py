@@ -6,7 +6,7 @@
     table.apply(sent)                        # now the device knows the pages too
     block_table = table.rows(slots, width)   # (n, width) int32, on the device
 
-A step sends only the pages that are new since the step before. Left out: which sequence holds which page (pages.py).
+A step sends only the pages that are new since the previous step. Left out: which sequence holds which page (pages.py).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class BlockTable:
         self._num_filled[slot] = 0
 
     def fill(self, slot: int, pages: Sequence[int]) -> None:
-        """The sequence in this slot has these pages: those that the table has already, and maybe more."""
+        """The sequence in this slot has these pages: the pages that the table has already, and maybe more."""
         first = self._num_filled[slot]
         last = len(pages)
         if first != last:

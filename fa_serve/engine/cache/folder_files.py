@@ -6,13 +6,13 @@
     files.read(name, memory)                 # OSError, or BadFileError for a file that is not what was written
     files.scan()                             # (added, removed) since the last scan
 
-A file holds one page or state of all layers, as it lies in the host's memory, behind a header with its hash, its identity and a
+A file holds one page or state of all layers, as it lies in the host's memory, after a header with its hash, its identity and a
 checksum. The identity says what computed it: the model's weights, the dtype, the layout of a page and so on. Each
-identity has a folder for its files, and a file of another one is never read, even if it was moved there by hand.
+identity has a folder for its files, and a file of another identity is never read, even if it was moved there by hand.
 
 Several processes may use the folder, and each may end at any moment. A file is written under another name and renamed when it
-is complete, so nobody sees a part of it. No file of a page waits for the disk (fsync): what a loss of power tears has another
-checksum. The secret does, because all other files are of no use without it.
+is complete, so nobody sees a part of it. Files of pages are written without fsync: the checksum finds those that a loss of
+power has torn. The secret is written with fsync, because all other files are useless without it.
 Left out: which files are worth keeping (folder_index.py), and when they are read and written (folder_tier.py).
 """
 
@@ -35,7 +35,7 @@ HEADER = Struct("<8s16s16s16s8sQI")
 """MAGIC, identity, hash, hash of the page before, kind, bytes that follow, and the CRC-32 of all these and of what follows."""
 MAGIC = b"fa_kv\x00\x00\x01"
 STALE_SECONDS = 600.0
-"""Age of a file with a temporary name after which the process that wrote it is gone."""
+"""Age of a file with a temporary name after which the process that wrote it is assumed to be gone."""
 SECRET_BYTES = 16
 NO_PARENT = bytes(16)
 
@@ -46,7 +46,7 @@ _TEMPORARY = re.compile(r"\.[0-9a-f]+-[0-9]+\.tmp")
 
 
 class BadFileError(Exception):
-    """A file is not what was written under its name: it is torn, truncated or altered, or another one."""
+    """A file is not what was written under its name: it is torn, truncated or altered, or it is another file."""
 
 
 class FileName(NamedTuple):
@@ -69,11 +69,11 @@ class FoundFile(NamedTuple):
 
 
 class FolderFiles:
-    """The files of one identity in a folder, and the paths of those of others.
+    """The files of one identity in a folder, and the paths of the files of other identities.
 
-    folder:   is made, for its owner alone, if it is not there
+    folder:   is created if it does not exist, readable only by its owner
     identity: 16 bytes
-    about:    what the identity stands for, written down for people
+    about:    what the identity stands for, written to a file for people to read
 
     Raises OSError if the folder cannot be used. `scan` belongs to one thread; the other methods may be called from any.
     """
@@ -82,7 +82,7 @@ class FolderFiles:
         self.folder = folder
         self._identity = identity
         self._own = folder / identity.hex()
-        self._tag = os.urandom(8).hex()  # processes of containers share their ids
+        self._tag = os.urandom(8).hex()  # process ids are not unique: containers may have the same ones
         self._serial = count()
         self._known: dict[FileName, int] = {}
         self._own.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -97,11 +97,11 @@ class FolderFiles:
 
     @staticmethod
     def size_of(num_bytes: int) -> int:
-        """Bytes of a file for a row of so many."""
+        """Bytes of a file for a row of `num_bytes` bytes."""
         return HEADER.size + num_bytes
 
     def write(self, name: FileName, data: memoryview) -> None:
-        """Write a file, in the place of one that is there already. Raises OSError, and leaves no part of a file then."""
+        """Write a file, which replaces an older one. Raises OSError, and leaves no part of a file then."""
         path = self.path_of(name)
         path.parent.mkdir(mode=0o700, exist_ok=True)
         with self._temporary(path.parent) as temporary:
@@ -111,7 +111,7 @@ class FolderFiles:
             os.replace(temporary, path)
 
     def read(self, name: FileName, into: memoryview) -> None:
-        """Read a file and check it. Raises BadFileError or OSError; what is in `into` is of no use then."""
+        """Read a file and check it. Raises BadFileError or OSError; the content of `into` is not valid then."""
         path = self.path_of(name)
         with open(path, "rb", buffering=0) as file:
             header = file.read(HEADER.size)
@@ -122,7 +122,7 @@ class FolderFiles:
         if done < len(into) or rest or header != self._header(name, into):
             raise BadFileError(f"{path} is torn, truncated or altered")
         with suppress(OSError):
-            os.utime(path)  # scans of a later process take it for the newest
+            os.utime(path)  # scans of later processes then see it as the most recently used
 
     def remove(self, name: FileName) -> None:
         """Remove a file, if it is there. Raises OSError."""
@@ -144,9 +144,9 @@ class FolderFiles:
         return HEADER.pack(*fields, checksum)
 
     def _read_or_make(self, name: str, content: bytes, size: int = 0) -> bytes:
-        """The content of a small file, which one of the processes makes, and all see complete, also after a loss of power.
+        """The content of a small file. One of the processes makes it, and all see it complete, even after a loss of power.
 
-        size: bytes of a file that is right, if that is known; another one is replaced
+        size: bytes of a valid file, if that is known; a file of another size is replaced
         """
         path = self._own / name
         with _locked(self._own) as folder:
@@ -158,7 +158,7 @@ class FolderFiles:
                         file.write(content)
                         file.flush()
                         os.fsync(file.fileno())
-                    with suppress(FileExistsError):  # where there are no locks
+                    with suppress(FileExistsError):  # another process may be faster if the file system has no locks
                         os.link(temporary, path)
                 with suppress(OSError):  # some file systems cannot do this for a folder
                     os.fsync(folder)
@@ -166,7 +166,7 @@ class FolderFiles:
 
     @contextmanager
     def _temporary(self, folder: Path) -> Iterator[Path]:
-        """An empty file in a folder, to be written and given its name. It is gone afterwards."""
+        """An empty file in a folder, to be written and then moved or linked to its name. Its temporary name is removed."""
         path = folder / f".{self._tag}-{next(self._serial)}.tmp"
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
         try:
@@ -195,7 +195,7 @@ def _name_of(page_hash: str, parent: str, kind: str) -> FileName:
 
 
 def _found(entry: os.DirEntry[str], name: FileName) -> Iterator[FoundFile]:
-    """A file, unless another process has removed it, or it is none."""
+    """The file of an entry; none if another process has removed it, or if the entry is no regular file."""
     with suppress(FileNotFoundError):
         if entry.is_file(follow_symlinks=False):
             facts = entry.stat(follow_symlinks=False)
@@ -211,7 +211,7 @@ def _folders(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
 
 
 def _remove_stale(folder: Path, now: float) -> None:
-    """Remove what processes that were killed have not completed."""
+    """Remove the incomplete files of processes that were killed."""
     with os.scandir(folder) as entries:
         for entry in entries:
             with suppress(OSError):
@@ -227,7 +227,7 @@ def _write_all(descriptor: int, data: bytes | memoryview) -> None:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[int]:
-    """A folder that is open, which only one process has at a time if its file system has locks."""
+    """An open folder, locked against other processes if its file system has locks."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with suppress(OSError):

@@ -3,10 +3,10 @@
     index = FolderIndex(budget=64 << 30)
     evicted = index.make_room(size)          # names of files that are to be removed, before another one is written
     index.add(name, size)
-    index.withdraw(page_hash)                # what was computed from this page is of no use: names of files to be removed
+    index.withdraw(page_hash)                # this page and all that was computed from it is invalid: names of files to remove
 
-Files are evicted the least recently used one first, those of other identities (folder_files.py) among them: the budget holds
-for the whole folder. A name is found by its kind and hash. Left out: the files themselves.
+The least recently used file is evicted first. Files of other identities (folder_files.py) are evicted, too, because the budget
+is one for the whole folder. A name is found by its kind and hash. Left out: the files themselves.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from fa_serve.engine.cache.folder_files import FileName
 
 
 class FolderIndex:
-    """Owner of what is known of a folder's files. Every operation is O(1) for each file that it concerns.
+    """Owner of what is known about a folder's files. Every operation is O(1) for each file that it concerns.
 
-    budget:     bytes of all files at most
-    num_bytes:  of the files that are known
+    budget:     the most bytes that all files may take
+    num_bytes:  bytes that the known files take
     """
 
     def __init__(self, budget: int) -> None:
@@ -36,7 +36,7 @@ class FolderIndex:
         return len(self._sizes)
 
     def find(self, kind: str, page_hash: bytes) -> FileName | None:
-        """The file of this kind for a hash; None without one."""
+        """The file of this kind for a hash; None if there is none."""
         return self._names.get((kind, page_hash))
 
     def reach(self, hashes: Iterable[bytes]) -> int:
@@ -49,7 +49,7 @@ class FolderIndex:
         return number
 
     def add(self, name: FileName, num_bytes: int) -> None:
-        """There is such a file, the most recently used one. One that is known stays as it is."""
+        """There is such a file, which counts as the most recently used one. A file that is known already stays as it is."""
         key = (name.kind, name.page_hash)
         if key in self._names:
             return
@@ -73,7 +73,7 @@ class FolderIndex:
                 del self._after[name.parent]
 
     def touch(self, hashes: Iterable[bytes]) -> None:
-        """Files of these pages, in order, are used: the first one is the most recently used one then."""
+        """Files of these pages, in order, are used: the file of the first page counts as the most recently used one."""
         for page_hash in reversed([*hashes]):
             for kind in ("state", "page"):
                 name = self._names.get((kind, page_hash))
@@ -116,7 +116,7 @@ class FolderIndex:
         return found
 
     def withdraw_one(self, kind: str, page_hash: bytes) -> list[FileName]:
-        """The same for a file of one kind, if there is one. What comes after a state is told by its page."""
+        """Forget a file of one kind, if there is one; for a page, all files that `withdraw` forgets. Returns their names."""
         name = self.find(kind, page_hash)
         if name is None:
             return []

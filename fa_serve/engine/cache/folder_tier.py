@@ -1,4 +1,4 @@
-"""The folder behind the host tier: copies on the host are written to files beside the steps, and read back when needed.
+"""The folder below the host tier: copies on the host are written to files while steps run, and read back when needed.
 
     folder = FolderTier(files, budget=64 << 30)
     folder.connect({"page": pages_lane})
@@ -6,19 +6,19 @@
     folder.load([Wanted("page", page_hash, parent), ...], (), end)   # read files to the host
     folder.close()
 
-Every copy that the host gets is written, once, by one thread. If that is slower than the host evicts, the evicted copies that
-have no file yet are lost to the folder, and nothing waits. Files that a waiting sequence needs are read by READERS threads to
-slots of the host, in the order of the prompt. From there they come to the device as all copies do (host_tier.py). The tables
-are changed by the engine's thread alone, in `begin_step`.
+Every copy that the host gets is written once, by one thread. If the host evicts copies faster than they are written, evicted
+copies without a file are lost to the folder; nothing waits for the disk. Files that a waiting sequence needs are read by
+READERS threads to slots of the host, in the order of the prompt. From there they are copied to the device as all copies are
+(host_tier.py). Only the engine's thread changes the tables, in `begin_step`.
 
-Nothing that goes wrong with a file ends a request: what could not be read is computed. A file that is not what was written is
-removed. After a write that failed, nothing is written for RETRY_SECONDS; if the disk is full, the folder is limited to what it
-holds for FULL_SECONDS. A disk that does not answer for LONGEST_READ seconds is not asked until it does.
+Nothing that goes wrong with a file ends a request: what could not be read is computed again. A file whose content is not what
+was written is removed. After a write that failed, nothing is written for RETRY_SECONDS. If the disk is full, the folder is
+limited to what it holds for FULL_SECONDS. A disk that does not answer for LONGEST_READ seconds is not read until it does.
 
 A file outlives its page in memory, and this process: its hash covers all tokens before it, the salt and the adapter, and the
-key of hashes is kept in the folder. Files are removed when their page is withdrawn, because it is not finite, together with
-what was computed from it. Left out: the files (folder_files.py), which are worth keeping (folder_index.py), and the threads
-(workers.py).
+key of hashes is kept in the folder. When a page is withdrawn because its numbers are not finite, its file is removed, and so
+are the files of all that was computed from it. Left out: the files themselves (folder_files.py), which files are worth keeping
+(folder_index.py), and the threads (workers.py).
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ from fa_serve.engine.cache.workers import Workers
 log = logging.getLogger("fa_serve.engine")
 
 QUEUE_BYTES = 64 << 20
-"""Bytes of copies that wait to be written at once, a quarter of the host's memory at most: they are not evicted meanwhile."""
+"""Bytes of copies that may wait to be written, at most a quarter of the host's memory: these copies are not evicted."""
 READERS = 4
 RETRY_SECONDS = 30.0
 FULL_SECONDS = 600.0
-"""How long a full disk limits the folder: others may have made room."""
+"""How long a full disk limits the folder. After that, other programs may have made room."""
 LONGEST_READ = 5.0
 """Seconds that a sequence waits for one file."""
 SCAN_SECONDS = 30.0
-"""Time after which the folder is looked through again, for files of other processes. It is longer for a large folder."""
+"""Time after which the folder is scanned again for files of other processes. It is longer for a large folder."""
 LAST_FILE_SECONDS = 0.5
 FIRST_SCAN_SECONDS = 2.0
-"""How long the start waits for the first look. What it finds later is known later."""
+"""How long the start waits for the first scan. If the scan takes longer, its files become known later."""
 
 
 class SlotMemory(Protocol):
@@ -68,14 +68,14 @@ class SlotMemory(Protocol):
 class FolderStats:
     """What the folder has done. All counters start at 0 with the engine.
 
-    num_bytes, num_bytes_used: that the files may take, and that they take, those of other processes included
+    num_bytes, num_bytes_used: bytes that files may take, and that they take, including files of other processes
     num_hits:      pages that were read for a sequence
-    bytes_in, bytes_out: read and written
+    bytes_in, bytes_out: bytes that were read and written
     num_evictions: files that were evicted
     num_lost:      copies that the host evicted before they were written
     num_bad:       files that were torn, truncated or altered
     num_failures:  reads and writes that failed otherwise
-    seconds:       that sequences have waited for files
+    seconds:       seconds that sequences have waited for files
     """
 
     num_bytes: int = 0
@@ -110,7 +110,7 @@ class _Write:
     name: FileName
     slot: int
     future: Future[None]
-    staged: bool  # the slot holds no copy of the host: it is free afterwards
+    staged: bool  # the slot holds no copy that the host keeps: it is given back afterwards
     void: bool = False
 
 
@@ -123,13 +123,13 @@ class _Read:
 
 @dataclass(slots=True, eq=False)
 class _Load:
-    """Files that one sequence waits for. end: called once, when they are there, or are not waited for any more"""
+    """Files that one sequence waits for. end: called once, when they have been read or the sequence stops waiting for them"""
 
     reads: deque[_Read]
     restored: list[FileName]
     end: Callable[[], None]
     begin: float
-    since: float  # when the last of its files has come
+    since: float  # when the last of its files was read
     broken: bool = False
     is_awaited: bool = True
 
@@ -145,10 +145,10 @@ class _Counts:
 
 
 class FolderTier:
-    """Owner of the files on their way, and of what is known of the folder. All methods belong to the engine's thread.
+    """Owner of the files that are on their way, and of the folder's index. All methods belong to the engine's thread.
 
-    budget:  bytes of all files of the folder at most
-    is_left: nothing is read and written any more
+    budget:  the most bytes that all files of the folder may take
+    is_left: whether reading and writing have stopped for good
     """
 
     def __init__(self, files: FolderFiles, budget: int) -> None:
@@ -160,7 +160,7 @@ class FolderTier:
         self._writes: deque[_Write] = deque()
         self._loads: list[_Load] = []
         self._reading: dict[FileName, _Load] = {}
-        self._removals: dict[FileName, Future[None]] = {}  # what a scan may find nevertheless
+        self._removals: dict[FileName, Future[None]] = {}  # removed files that a scan may still find
         self.is_left = False
         self._paused_until = 0.0
         self._told: set[str] = set()
@@ -182,7 +182,7 @@ class FolderTier:
         self._pages.on_withdraw = self.withdraw
 
     def begin_step(self) -> None:
-        """Take in what has ended, and begin to write the copies that the host has got."""
+        """Settle reads and writes that have ended, and begin to write the host's new copies."""
         self._settle_writes()
         self._settle_loads()
         self._take_scan()
@@ -216,9 +216,10 @@ class FolderTier:
     def load(self, wanted: Sequence[Wanted], kept: Collection[bytes], end: Callable[[], None]) -> bool:
         """Begin to read files to slots of the host. Returns False if there is no slot for any; `end` is not called then.
 
-        wanted: that the index has, in order; the first ones are read if the host has room for these only, half of it at most
+        wanted: pages and states that the index has, in order; only the first ones are read if the host lacks slots, or if they
+                would take more than half of its slots
         kept:   hashes of what the sequence has on the host already
-        end:    called when a sequence is not to wait any longer
+        end:    called when the sequence need not wait any longer
         """
         reads: deque[_Read] = deque()
         for kind, page_hash, _ in wanted:
@@ -240,7 +241,7 @@ class FolderTier:
         return True
 
     def wait(self, seconds: float) -> None:
-        """Wait until a file has been read, but not longer than that."""
+        """Wait until a file has been read, for at most `seconds`."""
         heads = [load.reads[0].future for load in self._loads if load.is_awaited]
         if heads:
             wait(heads, timeout=seconds, return_when=FIRST_COMPLETED)
@@ -258,11 +259,11 @@ class FolderTier:
         return {(kind, each) for kind in self._lanes for each in hashes if self.index.find(kind, each) is None}
 
     def withdraw_new(self, lacked: Iterable[tuple[str, bytes]]) -> None:
-        """What was written since `lacking` said that it has no file may not be valid."""
+        """Remove the files that were written since `lacking` said that there are none: they may not be valid."""
         self._drop([name for each in lacked for name in self.index.withdraw_one(*each)])
 
     def save_staged(self, kind: str, moves: Sequence[Move]) -> None:
-        """Write what lies in slots that have been taken. They are given back when it is written."""
+        """Write the content of slots that have been taken. The slots are given back when it is written."""
         for page_hash, _, slot in moves:
             if not self._start_write(FileName(kind, page_hash, self._parent_of(page_hash)), slot, staged=True):
                 self._lanes[kind].table.host.give_back(slot)
@@ -273,29 +274,29 @@ class FolderTier:
 
     @property
     def can_write(self) -> bool:
-        """Whether the disk takes files now: the last write has not failed just now."""
+        """Whether files can be written now: no write has failed in the last RETRY_SECONDS."""
         return not self.is_left and time.monotonic() >= self._paused_until
 
     @property
     def is_writing(self) -> bool:
-        """Whether files are being written, or copies wait for that."""
+        """Whether files are being written, or copies wait to be written."""
         return bool(self._writes) or any(lane.table.host.unsaved for lane in self._lanes.values())
 
     def wait_for_writes(self, seconds: float) -> None:
-        """Wait until all files are written that are being written now, but not longer than that."""
+        """Wait until all files that are being written now are written, for at most `seconds`."""
         if self._writes:
             wait([self._writes[-1].future], timeout=seconds)
         self._settle_writes()
 
     def leave(self) -> None:
-        """Read and write nothing from now on: the model has other weights than those that the identity of the files says."""
+        """Read and write nothing from now on: the identity of the files no longer says which weights the model has."""
         self.is_left = True
         self.index = FolderIndex(0)
         for lane in self._lanes.values():
             lane.table.host.stop_saving()
 
     def reconnect(self, lanes: Mapping[str, FolderLane], seconds: float) -> None:
-        """Serve other tables, with the same slots. Those that are still read or written after so many seconds are set aside."""
+        """Serve other tables, with the same slots. Slots that are still read or written after `seconds` are set aside."""
         wait([future for _, _, future in self._on_their_way()], timeout=seconds)
         for name, slot, future in self._on_their_way():
             if not future.done():
@@ -306,7 +307,7 @@ class FolderTier:
         self.connect(lanes)
 
     def close(self) -> None:
-        """End the threads after the file that each of them has begun, and the removals, which have LAST_FILE_SECONDS."""
+        """End the threads after the file that each of them has begun, and after the removals: they get LAST_FILE_SECONDS."""
         for workers in (self._writer, self._readers, self._scanner):
             workers.close()
         self._writer.join(LAST_FILE_SECONDS)
@@ -328,7 +329,7 @@ class FolderTier:
 
     @property
     def _is_stuck(self) -> bool:
-        """Whether the disk has not answered for long. Nothing is read from it then."""
+        """Whether the disk has not answered for LONGEST_READ seconds. Then nothing is read from it."""
         return any(not load.is_awaited for load in self._loads)
 
     def _on_their_way(self) -> Iterator[tuple[FileName, int, Future[None]]]:
@@ -430,7 +431,7 @@ class FolderTier:
                     self._lanes[name.kind].table.host.expose(name.page_hash)
 
     def _settle_read(self, load: _Load, read: _Read) -> None:
-        """Give the host a copy of what has been read. Without one, what comes after it is of no use."""
+        """Make what has been read a copy of the host. If that fails, the files that come after it are useless."""
         name = read.name
         del self._reading[name]
         table, memory = self._lanes[name.kind]

@@ -7,9 +7,9 @@
     slot = slots.begin_reading(page_hash)    # nobody writes to the slot until `end_reading(page_hash, slot)`
     slot = slots.begin_saving(page_hash)     # the same, for a file; the order of eviction stays as it is
 
-A slot is free, taken (being written), or holds the copy of one hash. Copies are evicted the least recently used one first. One
-that is protected is not evicted: the device is about to give up what it is a copy of. Nor is one that is being read. Left out:
-the memory (runner/host_memory.py), and when something is copied (host_tier.py, folder_tier.py).
+A slot is free, taken (being written), or holds the copy of one hash. The least recently used copy is evicted first. A protected
+copy is not evicted, because the device is about to evict the original. A copy that is being read is not evicted either. Left
+out: the memory (runner/host_memory.py), and when something is copied (host_tier.py, folder_tier.py).
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from itertools import chain
 
 
 class HostSlots:
-    """Owner of the host's slots of one kind. Every operation is O(1), beside copies that are read or written meanwhile.
+    """Owner of the host's slots of one kind. Every operation is O(1), apart from skipping copies that are being read.
 
     unsaved: copies that have not been written to a file, oldest first; empty unless `keeps_unsaved`, which a folder sets
-    num_unsaved_evictions: those of them that were evicted
+    num_unsaved_evictions: how many copies were evicted while they were `unsaved`
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class HostSlots:
         self._taken: set[int] = set()
         self._slot_of: dict[bytes, int] = {}
         self._evictable: OrderedDict[bytes, None] = OrderedDict()  # oldest first
-        self._reads: Counter[int] = Counter()  # of slots, which are free afterwards if their copy has been dropped
+        self._reads: Counter[int] = Counter()  # readers by slot; a slot whose copy was dropped is free after the last one
 
     def __contains__(self, page_hash: bytes) -> bool:
         return page_hash in self._slot_of
@@ -53,11 +53,11 @@ class HostSlots:
         return self._slot_of.get(page_hash, -1)
 
     def set_aside(self, slots: Iterable[int]) -> None:
-        """These slots, which are not there yet, are never used: something may still write to them."""
+        """Never use these slots, which `grow` has not added yet: something may still write to them."""
         self._taken.update(slots)
 
     def grow(self, count: int) -> None:
-        """There are `count` more slots."""
+        """Add `count` slots."""
         more = range(self.num_slots + count - 1, self.num_slots - 1, -1)
         self._free += [slot for slot in more if slot not in self._taken]
         self.num_slots += count
@@ -65,12 +65,12 @@ class HostSlots:
     def take(self, kept: Collection[bytes] | None = None) -> tuple[int, bytes] | None:
         """A slot to write to, and the hash whose copy is evicted for it (empty if none); None if all copies are to be kept.
 
-        kept: hashes whose copies are kept. If it is given, protected copies of others are evicted before those
+        kept: hashes whose copies are kept. If it is given, protected copies of all other hashes may be evicted
         """
         evicted = b""
         if not self._free:
             candidates: Iterable[bytes] = self._evictable
-            if kept is not None:  # of protected copies, the last ones were made for what the device gives up last
+            if kept is not None:  # the newest protected copies first: they were made for what the device evicts last
                 candidates = (each for each in chain(self._evictable, reversed(self._slot_of)) if each not in kept)
             evicted = next((each for each in candidates if not self._reads[self._slot_of[each]]), b"")
             if not evicted:
@@ -84,23 +84,23 @@ class HostSlots:
         return slot, evicted
 
     def put(self, page_hash: bytes, slot: int, *, saved: bool = False) -> None:
-        """What was written to this slot, which has been taken, is the copy of a hash. It is protected. saved: it has a file"""
+        """This slot, which has been taken, holds the copy of a hash now. The copy is protected. saved: it has a file"""
         self._taken.remove(slot)
         self._slot_of[page_hash] = slot
         if self.keeps_unsaved and not saved:
             self.unsaved[page_hash] = None
 
     def give_back(self, slot: int) -> None:
-        """What was written to this slot, which has been taken, is of no use."""
+        """Free this slot, which has been taken, without a copy in it."""
         self._taken.remove(slot)
         self._free.append(slot)
 
     def protect(self, page_hash: bytes) -> None:
-        """The copy of this hash, if there is one, is not evicted."""
+        """Keep the copy of this hash, if there is one, from being evicted."""
         self._evictable.pop(page_hash, None)
 
     def expose(self, page_hash: bytes, *, first: bool = False) -> None:
-        """The copy of this hash, if there is one, may be evicted: as the most recently used one, or before all others."""
+        """The copy of this hash, if there is one, may be evicted: as the most recently used one, or `first` of all."""
         if page_hash in self._slot_of:
             self._evictable[page_hash] = None
             self._evictable.move_to_end(page_hash, last=not first)
@@ -111,13 +111,13 @@ class HostSlots:
         return self.begin_saving(page_hash)
 
     def end_reading(self, page_hash: bytes, slot: int) -> None:
-        """The slot has been read. Its copy is the first to be evicted, because the device has got the same."""
+        """The slot has been read. Its copy is the first to be evicted, because the device has the same content now."""
         self.end_saving(page_hash, slot)
         if self._slot_of.get(page_hash) == slot:
             self.expose(page_hash, first=True)
 
     def stop_saving(self) -> None:
-        """No copy is to be written to a file any more."""
+        """Copies are not written to files any more."""
         self.keeps_unsaved = False
         self.unsaved.clear()
 
@@ -136,7 +136,7 @@ class HostSlots:
                 self._free.append(slot)
 
     def drop(self, page_hash: bytes) -> None:
-        """The copy of this hash, if there is one, is of no use."""
+        """Drop the copy of this hash, if there is one."""
         slot = self._slot_of.get(page_hash)
         if slot is not None:
             self._remove(page_hash)
@@ -144,7 +144,7 @@ class HostSlots:
                 self._free.append(slot)
 
     def drop_all(self) -> None:
-        """The same for every copy, with as many operations of the interpreter whatever their number, unless some are read."""
+        """Drop every copy. Unless some are being read, the interpreter's work does not grow with the number of copies."""
         slots = [*self._slot_of.values()]
         if self._reads:
             slots = [slot for slot in slots if slot not in self._reads]

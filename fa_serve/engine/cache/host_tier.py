@@ -1,24 +1,24 @@
-"""The host tier of the KV cache: pages and states that are about to be evicted are copied to the host, and back when needed.
+"""The host tier of the KV cache: copies pages and states to the host before they are evicted, and back when they are needed.
 
     tier = HostTier(Lane(pages, page_copies, depth=64))
-    tier.begin_step()                        # before each step: copies that have ended, and new ones to the host
-    tier.fetch(hashes, b"", end)             # a sequence waits for a later step, and finds these pages on the device then
+    tier.begin_step()                        # before each step: settle copies that have ended, and begin new ones to the host
+    tier.fetch(hashes, b"", end)             # a sequence waits, and a later step finds these pages on the device
 
-An evicted page is not dropped but demoted: `PageTable` keeps its hash, and a copy on the host stands behind it. Copies run
-beside the steps. The next `depth` items to be evicted are copied ahead of time, so that an eviction waits for nothing. A long
-prompt takes many pages at once, when it is admitted: it waits for the copies that are missing (`save`), for LONGEST_WAIT at
-most. Items that are evicted before their copy has ended are lost, as without the tier. What a waiting sequence needs comes back
-into pages of the device, which join the prefix cache when the copy has ended. The sequence is admitted then, and shares them
-like any others. So keys are isolated as those of pages are: a copy is found under the hash of its page alone, and goes when the
-hash is forgotten.
+An evicted page is demoted, not dropped: `PageTable` keeps its hash, under which the copy on the host is found. Copies run while
+steps run. The next `depth` items to be evicted are copied ahead of time, so that an eviction does not wait. A long prompt takes
+many pages at once when it is admitted, so it first waits for the copies that are missing (`save`), for at most LONGEST_WAIT.
+Items that are evicted before their copy has ended are lost, as they would be without the tier. What a waiting sequence needs is
+copied back to pages of the device, which join the prefix cache when the copy has ended. Then the sequence is admitted and
+shares them like any other pages. Copies are isolated as pages are, by salt and adapter: a copy is found only under the hash of
+its page, and is dropped when the hash is forgotten.
 
 With a folder, copies on the host are written to files, and a sequence waits until the files that it needs have been read to the
-host (folder_tier.py). While there is no request, `save_one` writes what only the device has as well, and `close` does so for a
-moment.
+host (folder_tier.py). While there is no request, `save_one` also writes what only the device has; `close` does so for at most
+FLUSH_SECONDS.
 
-A copy that fails is an event and no error: what was to leave is lost when it is evicted, and what was to come back is computed.
-Left out: which items are next (kept_items.py), and the copies themselves (runner/host_memory.py), which `HostCopies` stands
-for.
+A copy that fails ends no request: an item that was to leave is lost when it is evicted, and an item that was to come back is
+computed again. Left out: which items are evicted next (kept_items.py), and the copies themselves (`HostCopies`, implemented in
+runner/host_memory.py).
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ from fa_serve.engine.cache.kept_items import KeptItems, Move
 log = logging.getLogger("fa_serve.engine")
 
 BATCH_BYTES = 256 << 20
-"""Bytes that are on their way to the host at once: what a PCIe link of the fifth generation copies in 5 milliseconds. Where a
-step takes more pages, as many as it takes."""
+"""Bytes that are on their way to the host at once: what a PCIe 5.0 link copies in 5 milliseconds. The limit is higher if one
+step takes more pages (`Lane.batch`)."""
 LONGEST_WAIT = 0.5
-"""Seconds that a prompt waits for copies of the pages that it takes. A link of the fourth generation copies 10 GB meanwhile."""
+"""Seconds that a prompt waits for copies of the pages that are evicted for it. A PCIe 4.0 link copies 10 GB in that time."""
 STAGED_BYTES = 32 << 20
-"""Bytes that are copied at once to be written to files while there is no request. A request that comes waits for that."""
+"""Bytes of one copy to the host for files that are written while there is no request. A request that arrives waits for it."""
 IDLE_SECONDS = 0.02
 FLUSH_SECONDS = 1.0
-"""How long an engine that is closed writes what only the device has. Servers end an engine that takes longer than two."""
+"""Seconds that a closing engine spends on writing what only the device has. Servers end an engine that takes more than two."""
 SETTLE_SECONDS = 5.0
 KINDS = ("page", "state")
-"""What files of the lanes are called."""
+"""The kind of the files of each lane, in the order of `HostTier.lanes`."""
 
 
 class CopyError(Exception):
-    """A copy between the device and the host has failed, and the device is well."""
+    """A copy between the device and the host has failed, but the device still works."""
 
 
 class Copying(Protocol):
@@ -66,11 +66,11 @@ class Copying(Protocol):
 
 
 class HostCopies(Protocol):
-    """Memory on the host for copies of rows of the device: pages, or states. num_slots: how many there are, so far
+    """Slots in host memory for copies of rows of the device: pages, or states. num_slots: how many slots exist so far
 
-    `to_host` and `to_device` return when the copies are queued, and raise CopyError. Steps that were launched before have read
-    and written their rows when a copy begins. Nothing writes to a slot that is read, or to a row that is written, until it has
-    ended. A row that is read may be written by others: what is copied then is of no use.
+    `to_host` and `to_device` return when the copies are queued, and raise CopyError. A copy begins after the steps that were
+    launched before it have read and written their rows. Until a copy has ended, nothing else writes to the slots that it reads
+    or to the rows that it writes. The rows that it reads may be overwritten; the copy is then worthless.
     """
 
     num_slots: int
@@ -84,21 +84,21 @@ class HostCopies(Protocol):
         """The memory of a slot, to be written to a file or filled from one, by any thread."""
 
     def close(self) -> None:
-        """Give the memory back. No copy is on its way."""
+        """Give the memory back. No copy may be on its way."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostTierStats:
     """What the host tier has done. All counters start at 0 with the engine.
 
-    num_bytes, num_bytes_used: of the host's memory, so far, and those of them that hold copies
-    num_hits, num_misses: pages that came back for a sequence, and full pages of prompts that neither device nor host had
+    num_bytes, num_bytes_used: bytes of host memory that exist so far, and bytes that hold copies
+    num_hits, num_misses: pages that were copied back for a sequence, and full pages of prompts that neither device nor host had
     bytes_in, bytes_out: copied from the host to the device, and from the device to the host
     num_evictions: copies that were evicted from the host
     num_lost:      pages and states that were evicted from the device before they could be copied
     num_failures:  copies that failed
-    seconds:       that sequences have waited for copies
-    folder:        None without one
+    seconds:       seconds that sequences have waited for copies to the device
+    folder:        counters of the folder; None if the engine has no folder
     """
 
     num_bytes: int = 0
@@ -118,24 +118,24 @@ class HostTierStats:
 class Lane:
     """A table of pages or of states, and the copies of its items.
 
-    depth: how many of the items that are handed out next the host should have copies of
-    batch: how many a step hands out; as many are copied at once, or BATCH_BYTES
+    depth: number of items, of those handed out next, that the host should have copies of
+    batch: number of items that one step hands out; at least this many may be copied at once, even beyond BATCH_BYTES
     """
 
     table: KeptItems
     copies: HostCopies
     depth: int
     batch: int = 1
-    leaving: int = 0  # copies to the host on their way
+    leaving: int = 0  # batches of copies to the host that are on their way
     seen: int = -1  # `table.num_changes` when all of the next items had copies
 
     @property
     def slack(self) -> int:
-        """How many of the next items may lack copies before these are looked for."""
+        """How many of the next items may lack copies before the lane looks for them."""
         return max(self.depth // 8, 1)
 
     def is_due(self) -> bool:
-        """Whether the next items may lack copies. Looking at them costs time, so some of them are used up in between."""
+        """Whether it is time to look for items that lack copies. Looking costs time, so it is done every `slack` changes."""
         return not self.leaving and (self.seen < 0 or self.table.num_changes - self.seen >= self.slack)
 
 
@@ -150,10 +150,10 @@ class _Job:
 
 
 class HostTier:
-    """Owner of the copies on their way. The tables own which items and slots hold what.
+    """Owner of the copies that are on their way. The tables know which items and slots hold what.
 
-    pages, states: the lanes; states is None for a model without
-    folder:        None without one
+    pages, states: the lanes; states is None for a model without states
+    folder:        keeps copies in files; None if the engine has no folder
     """
 
     def __init__(self, pages: Lane, states: Lane | None = None, folder: FolderTier | None = None) -> None:
@@ -161,8 +161,8 @@ class HostTier:
         self.lanes = [pages] if states is None else [pages, states]
         self._states = states
         self.folder = folder
-        self._unsaved: deque[tuple[str, bytes]] = deque()  # what only the device has, as far as `save_one` has not come to it
-        self._seen_saved = -1  # `num_changes` of the tables when these were listed
+        self._unsaved: deque[tuple[str, bytes]] = deque()  # what the device has and `save_one` has not looked at yet
+        self._seen_saved = -1  # `num_changes` of the tables when `_unsaved` was listed
         if folder is not None:
             folder.connect(_folder_lanes(self.lanes))
         self._jobs: deque[_Job] = deque()
@@ -177,7 +177,7 @@ class HostTier:
         self._seconds = 0.0
 
     def begin_step(self) -> None:
-        """Take in the copies that have ended, and begin to copy what is evicted next."""
+        """Settle the copies that have ended, and begin to copy what is evicted next."""
         self._is_saving = False
         if self._jobs:
             self._take_in()
@@ -190,19 +190,19 @@ class HostTier:
                 room -= self._demote(lane, lane.depth, room)
         if (
             self.folder is not None
-        ):  # last, so that no copy that has come for a sequence is evicted before the sequence is served
+        ):  # last, so that no copy that has arrived for a sequence is evicted before the sequence is served
             self.folder.begin_step()
 
     def save(self, count: int, kept: Collection[int], waiter: object = None) -> bool:
-        """Whether `count` pages may be taken now, because the host has copies of those that are evicted for them.
+        """Whether `count` pages may be taken now, because the host has copies of the pages that are evicted for them.
 
-        It has copies of a few more then, because answers grow while others are made.
+        The host then has copies of a few more pages, because answers grow while copies are made.
 
-        If not, copies are on their way. It is True as well if the host has no room for them, if they fail, and after
-        LONGEST_WAIT: then some are lost.
+        If the result is False, copies are on their way. It is also True if the host has no room for copies, if they fail, and
+        after LONGEST_WAIT: then some pages are lost.
 
         kept:   pages that are not evicted
-        waiter: the sequence that takes them. Another one begins to wait anew
+        waiter: the sequence that takes the pages; the wait begins anew when another sequence asks
         """
         lane = self._pages
         if lane.table.lacks_copies(count + lane.slack, kept):
@@ -224,7 +224,7 @@ class HostTier:
         """Begin to copy these pages, and the state, from the host. Returns False if that fails; they are forgotten then.
 
         pages: hashes of pages that the host has, in order; state: the hash of a state that it has, or empty
-        end:   called when the copies have ended, however
+        end:   called when the copies have ended, successfully or not
         """
         wanted = [(self._pages, list(pages))]
         if state and self._states is not None:
@@ -250,16 +250,16 @@ class HostTier:
         return bool(started)
 
     def load(self, wanted: Sequence[Wanted], kept: Collection[bytes], end: Callable[[], None]) -> bool:
-        """Begin to read files to the host. Returns False if that is not possible. As `FolderTier.load` says."""
+        """Begin to read files to the host. Returns False if that is not possible. See `FolderTier.load`."""
         return self.folder is not None and self.folder.load(wanted, kept, end)
 
     def note_use(self, hashes: Sequence[bytes]) -> None:
-        """A sequence uses these pages, in order, which the device has."""
+        """A sequence uses these pages of the device, in order."""
         if self.folder is not None:
             self.folder.touch(hashes)
 
     def note_misses(self, count: int) -> None:
-        """So many full pages of a prompt were found neither on the device nor on the host."""
+        """`count` full pages of a prompt were found neither on the device nor on the host."""
         self._misses += count
 
     @property
@@ -273,7 +273,7 @@ class HostTier:
         return self._is_saving or self.is_fetching or (self.folder is not None and self.folder.is_awaited)
 
     def wait(self) -> None:
-        """Wait for the oldest copies or files that a sequence waits for: there is nothing else to do."""
+        """Wait for the oldest copies or files that a sequence waits for. Call this when there is nothing else to do."""
         job = next((job for job in self._jobs if self._is_saving or not job.to_host), None)
         if job is not None:
             job.copying.wait()
@@ -281,9 +281,9 @@ class HostTier:
             self.folder.wait(IDLE_SECONDS)
 
     def save_one(self) -> bool:
-        """Write some of what has no file, the most recently used items first. Returns whether anything is left.
+        """Write some of the items that have no file, the most recently used first. Returns whether anything is left.
 
-        To be called when there is no request. Each item is written once. As many are as the folder holds.
+        Call this when there is no request. Each item is written once, and no more items than the folder can hold.
         """
         folder = self.folder
         if folder is None or not folder.can_write:
@@ -302,7 +302,7 @@ class HostTier:
         return bool(self._unsaved) or folder.is_writing
 
     def _list_unsaved(self, folder: FolderTier) -> None:
-        """List what the device has, if that has changed since the last time."""
+        """List the cached items of the device, if they have changed since the last time."""
         changes = sum(lane.table.num_changes for lane in self.lanes)
         if changes == self._seen_saved:
             return
@@ -336,12 +336,12 @@ class HostTier:
         assert not self._jobs
 
     def drain(self) -> None:
-        """Wait for all copies, whatever the tables are like."""
+        """Wait for all copies without settling them: the state of the tables may be inconsistent."""
         for job in self._jobs:
             job.copying.wait()
 
     def renewed(self, pages: KeptItems, states: KeptItems | None) -> HostTier:
-        """A tier with the same memory for other tables, which know nothing of what is in it."""
+        """A tier with the same memory for new tables. The copies in this memory are lost."""
         self.drain()
         lanes = [
             Lane(table, lane.copies, lane.depth, lane.batch)
@@ -360,7 +360,7 @@ class HostTier:
             self.folder.leave()
 
     def close(self) -> None:
-        """Wait for all copies, and give the host's memory back. Before, write files for FLUSH_SECONDS at most."""
+        """Write files for FLUSH_SECONDS at most, then wait for all copies and give the host's memory back."""
         if self.folder is not None:
             end = time.monotonic() + FLUSH_SECONDS
             with suppress(RuntimeError):  # the device may be lost
@@ -388,11 +388,11 @@ class HostTier:
         )
 
     def _demote(self, lane: Lane, depth: int, room: int) -> int:
-        """Begin to copy the next `depth` items that are evicted, `room` at most. Returns how many are, or have been, copied."""
+        """Begin to copy those of the next `depth` items that lack copies, `room` at most. Returns what it uses of `room`."""
         changes = lane.table.num_changes
         moves = lane.table.start_leaving(depth, room)
         if len(moves) < room and depth >= lane.depth:
-            lane.seen = changes  # they are all that lacked copies, or there is no room on the host
+            lane.seen = changes  # no other item lacks a copy, or there is no room on the host
         if not moves:
             return 0
         try:

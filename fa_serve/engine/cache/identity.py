@@ -1,12 +1,12 @@
-"""What the numbers of a KV cache depend on: pages that a file keeps are of use only where all of this is the same.
+"""What the content of a KV cache depends on: pages from files are valid only where all of this is the same.
 
     facts = cache_facts(config, model, page_tensors, state_tensors)
     identity = identity_of(facts)            # 16 bytes
-    number = content_number(adapter)         # of an adapter, in the place of the number of its load
+    number = content_number(adapter)         # names an adapter by its content: the count of loads differs between processes
 
-Weights are known by a checksum of their values, because names, sizes and dates of files do not tell two fine-tunes of one model
-apart. It reads each weight of the model once, where it lies. It protects from confusion, not from someone who makes up weights
-with the same checksum.
+Weights are identified by a checksum of their values, because names, sizes and dates of files do not tell two fine-tunes of one
+model apart. The checksum reads each weight once, on the device where it lies. It protects against confusion, not against
+someone who makes up weights with the same checksum.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from fa_serve import __version__
 from fa_serve.engine.config import EngineConfig
 
 FORMAT = 1
-"""Of the rows of pages and states. Files of another one are not read."""
+"""Version of the format of the rows of pages and states. Files of another version are not read."""
 CHUNK_WORDS = 1 << 21
 _MASK = (1 << 64) - 1
 _UNNAMED = ("_name_or_path", "transformers_version", "architectures", "torch_dtype", "dtype")
 _EXACT = ("eager", "fusion", "cascade_attention", "max_num_seqs", "max_num_batched_tokens")
-"""Settings that change roundings. They count where the same tokens are promised in any batch."""
+"""Settings that change roundings. They count in deterministic mode, which promises the same tokens in any batch."""
 
 
 def cache_facts(config: EngineConfig, model: Any, pages: Sequence[Tensor], states: Sequence[Tensor]) -> dict[str, object]:
-    """What an engine's pages and states depend on. config: of a loaded engine; pages, states: the memory of the cache"""
+    """What an engine's pages and states depend on. config: that of a loaded engine; pages, states: the cache's tensors"""
     exact = [*(getattr(config, name) for name in _EXACT), torch.__version__, _device_name(model)]
     return {
         "format": FORMAT,
@@ -121,7 +121,7 @@ def _layout(x: Tensor) -> list[object]:
 
 
 def _without_names(values: dict[str, object]) -> dict[str, object]:
-    """A part of a model's config without what says only where it comes from."""
+    """A part of a model's config without the entries that only say where the model comes from."""
     return {name: value for name, value in values.items() if name not in _UNNAMED}
 
 

@@ -7,13 +7,13 @@ An item is in exactly one of three conditions:
 
     free    no sequence holds it and its content is worthless
     cached  no sequence holds it, but its content is registered under a hash; the least recently used item is evicted first
-    held    as many hold it as its reference count says
+    held it has as many holders as its reference count says
 
-With a host tier, the items that are evicted next are copied to the host before (`start_leaving`), and copies come back into
-items when a sequence needs them (`start_arriving`). An item that leaves stays as it is, and if it is handed out before the copy
-has ended, the copy is void. An item that arrives is held meanwhile. What comes of a copy is decided when it ends: a hash that
-has been forgotten meanwhile has neither an item nor a copy then. With a folder, files are read to the host (`restore`). Left
-out: the hashes of pages (pages.py), which positions have states (states.py), and when copies are made (host_tier.py).
+With a host tier, the items that are evicted next are copied to the host ahead of time (`start_leaving`), and copies are copied
+back to items when a sequence needs them (`start_arriving`). An item that leaves keeps its condition; if it is handed out before
+the copy has ended, the copy is void. An item that arrives is held until its copy has ended. A copy that has ended is void, too,
+if its hash was forgotten meanwhile. With a folder, files are read to the host (`restore`). Left out: the hashes of pages
+(pages.py), which positions have states (states.py), and when copies are made (host_tier.py).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from typing import Any, NamedTuple
 from fa_serve.engine.cache.host_slots import HostSlots
 
 ENTRIES_FREED = 16
-"""Entries of dictionaries that were given up which are freed when an item is handed out. An item has at most eight of them, so
-that all are gone before as many items have been handed out again."""
+"""Entries of discarded dictionaries that are freed each time an item is handed out. An item has at most eight entries, so all
+are gone before as many items have been handed out again."""
 
 
 class Move(NamedTuple):
@@ -39,11 +39,11 @@ class Move(NamedTuple):
 
 
 class KeptItems:
-    """Reference counts, the free list and the registered items of a table. name: of an item, "page" or "state"
+    """Reference counts, the free list and the registered items of a table. name: what an item is called, "page" or "state"
 
-    host:      slots of the host with copies; none without a host tier
+    host:      the host's slots with copies; it has no slots if there is no host tier
     num_changes: how often an item has become cached, or has ceased to be available
-    num_lost:  how many registered items were evicted of which the host had no copy
+    num_lost:  how many registered items were evicted without a copy on the host
     """
 
     def __init__(self, count: int, name: str) -> None:
@@ -85,12 +85,12 @@ class KeptItems:
         return page_hash in self._arriving
 
     def lacks_copies(self, count: int, kept: Collection[int]) -> bool:
-        """Whether the host lacks a copy of one of the next `count` items to be handed out. kept: items that are not"""
+        """Whether the host lacks a copy of one of the next `count` items to be handed out. kept: items that are passed over"""
         evicted = (item for item in self._cached if item not in kept)
         return any(self._hash_of[item] not in self.host for item in islice(evicted, max(count - len(self._free), 0)))
 
     def start_leaving(self, depth: int, limit: int) -> list[Move]:
-        """Those of the next `depth` items to be handed out that the host has no copy of, `limit` at most, to be copied."""
+        """Take slots for those of the next `depth` items to be handed out that lack a copy on the host, `limit` at most."""
         chosen: list[int] = []
         for item in islice(self._cached, max(depth - len(self._free), 0)):
             page_hash = self._hash_of[item]
@@ -107,14 +107,14 @@ class KeptItems:
             if page_hash:
                 self._leaving[page_hash] = item
                 moves.append(Move(page_hash, item, slot))
-            else:  # it came after the evicted one
+            else:  # it was forgotten, because a page before it was evicted for a slot
                 self.host.give_back(slot)
         return moves
 
     def take_slot(self, kept: Collection[bytes] | None = None) -> int:
         """A slot of the host to write to; -1 if all copies are to be kept. What comes after an evicted copy is forgotten.
 
-        kept: if it is given, copies of all other hashes are evicted if need be
+        kept: if it is given, any copy may be evicted except those of these hashes
         """
         taken = self.host.take(kept)
         if taken is None:
@@ -135,7 +135,7 @@ class KeptItems:
                 self.host.give_back(slot)
 
     def start_arriving(self, hashes: Sequence[bytes]) -> list[Move]:
-        """Hold an item for each of these hashes, of which the host has copies, to be filled. Some may be evicted by others."""
+        """Hold an item to be filled for each of these hashes with a copy on the host. Taking items may forget other hashes."""
         moves = []
         for page_hash in hashes:
             if page_hash not in self.host or page_hash in self._arriving:
@@ -148,7 +148,10 @@ class KeptItems:
         return moves
 
     def end_arriving(self, moves: Sequence[Move], copied: bool) -> None:
-        """Items have been filled with the host's copies, or not: then these copies are dropped, and what comes after them."""
+        """Items have been filled with the host's copies.
+
+        copied: False if that has failed; these copies are dropped then, and everything that comes after them
+        """
         for page_hash, item, slot in reversed(moves):
             valid = self._arriving.get(page_hash) == item
             if valid:
@@ -172,7 +175,7 @@ class KeptItems:
         return [self._hash_of[item] for item in islice(reversed(self._cached), count)]
 
     def start_saving(self, hashes: Iterable[bytes]) -> list[Move]:
-        """Those of these items that are cached, and have no copy on the host, to be copied to slots and then written to files.
+        """Take slots for those of these items that are cached and have no copy on the host, to write them to files.
 
         The host keeps no copies of them: the slots are given back afterwards.
         """
@@ -188,15 +191,15 @@ class KeptItems:
         for move in chosen:
             if self._item_of.get(move.page_hash, -1) == move.item:
                 moves.append(move)
-            else:  # it came after what was evicted for a slot
+            else:  # it was forgotten, because a page before it was evicted for a slot
                 self.host.give_back(move.slot)
         return moves
 
     def restore(self, page_hash: bytes, slot: int, parent: bytes) -> bool:
-        """A file has been read to this slot, which has been taken. Returns whether that is the host's copy of the hash now.
+        """A file has been read to this slot, which has been taken. Returns whether the slot is now the host's copy of the hash.
 
-        It is not if there is one already, or if the page before, whose hash is `parent`, is not registered. The copy is
-        protected.
+        It is not if the host has a copy already, or if the page before, whose hash is `parent`, is not registered. The copy is
+        protected from eviction.
         """
         if page_hash in self.host or page_hash in self._leaving or not self._register_restored(page_hash, parent):
             self.host.give_back(slot)
@@ -207,9 +210,9 @@ class KeptItems:
     def forget_all(self) -> None:
         """Nothing is registered from now on, and what was cached is free. Items that are held stay held.
 
-        After rollouts tens of thousands of items are registered, and freeing as many entries takes tens of milliseconds. So the
-        dictionaries are replaced, and `take` frees the entries of the old ones.
-        Free items are handed out in the order in which cached ones would have been evicted.
+        After rollouts tens of thousands of items are registered, and freeing that many entries takes tens of milliseconds. So
+        the dictionaries are replaced, and `take` frees the entries of the old ones. Free items are handed out in the order in
+        which cached ones would have been evicted.
         """
         self._free += reversed(self._cached)
         self._give_up(self._cached, self._hash_of, self._item_of, self._leaving, self._arriving)
@@ -233,7 +236,7 @@ class KeptItems:
             self._given_up.pop()
 
     def take(self) -> int:
-        """An item that nobody holds: a free one, or the oldest cached one, which is evicted. It is in no condition yet."""
+        """An item that nobody holds: a free one, or the oldest cached one, which is evicted. The caller has to hold it."""
         self.num_changes += 1
         if self._given_up:
             self._free_entries()
@@ -280,11 +283,11 @@ class KeptItems:
         self.release_one(item)
 
     def _lose(self, page_hash: bytes) -> None:
-        """An item that the host has no copy of has been evicted. It is in no condition."""
+        """An item without a copy on the host has been evicted. It is in none of the three conditions."""
         raise NotImplementedError
 
     def _forget(self, page_hash: bytes) -> None:
-        """What is registered under this hash is of no use."""
+        """Drop what is registered under this hash."""
         raise NotImplementedError
 
     def _register_restored(self, page_hash: bytes, parent: bytes) -> bool:
@@ -292,7 +295,7 @@ class KeptItems:
         raise NotImplementedError
 
     def _cancel(self, page_hash: bytes) -> None:
-        """Drop the host's copy of a hash. Copies on their way come to nothing."""
+        """Drop the host's copy of a hash. Copies that are on their way become void."""
         self.host.drop(page_hash)
         self._leaving.pop(page_hash, None)
         self._arriving.pop(page_hash, None)

@@ -9,8 +9,8 @@
 A page is free, cached or held (kept_items.py). With a host tier, a page that is evicted stays registered if the host has a copy
 of it, which comes back before a sequence needs it.
 
-A sequence writes only to pages that it alone holds: pages are shared when they are full, and full pages are never written
-again. Therefore nothing is ever copied, and `n` answers to one prompt share its full pages and compute at most one page each.
+A sequence writes only to pages that no other sequence holds: pages are shared when they are full, and full pages are never
+written again. So nothing is ever copied, and `n` answers to one prompt share its full pages and compute at most one page each.
 
 Hashes are chained (the hash of a page covers every token before it) and keyed with a secret of this table, so that a client
 cannot craft a prompt that collides with another client's prompt. A chain begins with the salt of its request, so that requests
@@ -36,13 +36,13 @@ def new_salt() -> bytes:
 
 class PageTable(KeptItems):
     """Reference counts, the free list and the prefix cache of `num_pages` pages. Every operation is O(1) per page.
-    `forget_all` replaces what is registered, and later operations free it.
+    `forget_all` replaces the dictionaries of registered pages, and later operations free the entries of the old ones.
 
     page_size: tokens in a page; salt: key of the hashes, random unless it is given
 
-    on_forget:   if it is set, it is called with each hash that is unregistered: what is keyed by hashes goes with the pages
-    on_forget_all: the same once for all hashes, when all are unregistered together
-    on_withdraw: if it is set, it is called with each hash whose content is not valid: files with this content are not either
+    on_forget:   if set, is called with each hash that is unregistered, so that what is keyed by hashes goes with the pages
+    on_forget_all: if set, is called once when all hashes are unregistered together, instead of `on_forget` for each
+    on_withdraw: if set, is called with each hash whose content is not valid, so that files with this content go as well
     """
 
     def __init__(self, num_pages: int, page_size: int, *, prefix_caching: bool = True, salt: bytes | None = None) -> None:
@@ -61,11 +61,11 @@ class PageTable(KeptItems):
         self._children_of: dict[bytes, dict[bytes, None]] = {}
 
     def renewed(self) -> PageTable:
-        """An empty table of as many pages, with the same hashes."""
+        """An empty table of as many pages, with the same key of the hashes."""
         return PageTable(self.num_pages, self.page_size, prefix_caching=self.prefix_caching, salt=self._salt)
 
     def pages_for(self, num_tokens: int) -> int:
-        """The number of pages that hold so many tokens."""
+        """The number of pages that hold `num_tokens` tokens."""
         return -(-num_tokens // self.page_size)
 
     def allocate(self, count: int) -> list[int]:
@@ -87,7 +87,7 @@ class PageTable(KeptItems):
     def hash_pages(self, token_ids: Sequence[int], known: list[bytes], salt: str | None = None, adapter: int = 0) -> None:
         """Extend `known`, the hashes of a sequence's first pages, to all pages that `token_ids` fills. `known` is changed.
 
-        salt, adapter: hashes of different salts or adapters never agree; 0 is the model without one
+        salt, adapter: hashes of different salts or adapters never agree; adapter 0 is the model without an adapter
         """
         if not self.prefix_caching:
             return
@@ -97,7 +97,7 @@ class PageTable(KeptItems):
             known.append(blake2b(parent + content, digest_size=16, key=self._salt).digest())
 
     def _root(self, salt: str | None, adapter: int) -> bytes:
-        """What the chains of this salt and adapter begin with: nothing without both, else 16 bytes."""
+        """The bytes that the chains of this salt and adapter begin with: none if there is neither, else 16."""
         if salt is None and not adapter:
             return b""
         person = b"root" if salt is not None else b"adapter"
@@ -115,7 +115,7 @@ class PageTable(KeptItems):
         return pages
 
     def reach(self, hashes: Sequence[bytes]) -> int:
-        """How many of these pages, from the first one on, are registered, wherever they are."""
+        """How many of these pages, from the first one on, are registered, on the device or on the host."""
         return next((number for number, page_hash in enumerate(hashes) if page_hash not in self), len(hashes))
 
     def num_evictable(self, pages: Sequence[int]) -> int:
@@ -130,10 +130,10 @@ class PageTable(KeptItems):
     def register(self, page: int, page_hash: bytes, parent: bytes = b"") -> None:
         """The content of this page is complete. It is shared unless another page has the same content already.
 
-        If no sequence holds the other page, it is free from now on, and this one is shared in its place: it will be released
-        later, and a model with states computes pages again that the cache has.
+        If no sequence holds the other page, that page is freed and this one is shared instead, because it will be released
+        later. This happens in models with states, which compute pages again that the cache has.
 
-        parent: the hash of the page before; empty for a first page. Without a registered parent nobody would find the page
+        parent: the hash of the page before; empty for a first page. If it is not registered, this page is not registered either
         """
         if page in self._hash_of:
             return
@@ -156,18 +156,18 @@ class PageTable(KeptItems):
         self._item_of[page_hash] = page
 
     def unregister(self, pages: Sequence[int]) -> None:
-        """Nobody shares the content of these pages from now on, nor any page that was computed from it."""
+        """Stop sharing these pages and all pages that were computed from them."""
         self.forget([self._hash_of[page] for page in pages if page in self._hash_of])
 
     def forget(self, hashes: Sequence[bytes]) -> None:
-        """The same, by the hashes of the pages. Those that are not registered are skipped. Files stay: an earlier run may have
-        written what is right."""
+        """Stop sharing the pages of these hashes and all pages that were computed from them. Hashes that are not registered are
+        skipped. Files stay, because an earlier run may have written valid ones."""
         for page_hash in hashes:
             if page_hash in self:
                 self._forget(page_hash)
 
     def withdraw(self, hashes: Sequence[bytes]) -> None:
-        """What is known under these hashes is not valid, nor what was computed from it, files among it."""
+        """The content of these pages is not valid: stop sharing it and all that was computed from it, and remove the files."""
         for page_hash in hashes:
             if self.on_withdraw is not None:
                 for each in self._descent(page_hash):
@@ -219,7 +219,7 @@ class PageTable(KeptItems):
                 del self._children_of[parent]
 
     def _children(self, page_hash: bytes) -> Collection[bytes]:
-        """The hashes of the registered pages after this one, in the order in which they came."""
+        """The hashes of the registered pages after this one, in the order in which they were registered."""
         if page_hash in self._only_child_of:
             return (self._only_child_of[page_hash],)
         return self._children_of.get(page_hash, ())

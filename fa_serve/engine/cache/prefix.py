@@ -1,19 +1,19 @@
-"""What sequences hold of pages and states, and what the prefix cache offers to other sequences. Plain Python, no torch.
+"""Which pages and states sequences hold, and which of them the prefix cache offers to others. Plain Python, no torch.
 
     prefix = Prefix(pages, states)           # states: None for a model without linear attention
     shared = prefix.shared(sequence)         # cached pages with its first tokens, and the state after them
     prefix.offer(sequence)                   # its full pages are shared from now on, and some of its states
-    prefix.withdraw(sequence, start)         # those from token `start` on are not, because they are missing or not finite
+    prefix.withdraw(sequence, start)         # pages from token `start` on are not shared: they are missing or not finite
 
 Pages are offered when the step that fills them is scheduled. This is safe because steps run in order, and within a step every
-layer writes all keys and values before it reads any. States are offered at the same time, but a step reads them before it
-writes any: a sequence that comes in the same step waits for the next one.
+layer writes all keys and values before it reads any. States are offered at the same time, but a step reads all states before it
+writes any: a sequence that wants a state of the step being made waits for the next step.
 
-A model with states can only begin after a page whose state is known, so the pages of a shared prefix are cut there. Four kinds
-of states are kept: after the last page of a prompt, after the newest page of a sequence that ends or is preempted, where a
-prompt parts from pages that others have computed, and every `StateTable.interval` tokens. The first one lets the same prompt
-come again; the second one lets a conversation continue. Left out: who gets pages and states when (scheduler.py), the hashes of
-pages (pages.py), and what is evicted (pages.py and states.py).
+A model with states can only begin after a page whose state is known, so a shared prefix ends at such a page. Four kinds of
+states are kept: after the last page of a prompt, after the newest page of a sequence that ends or is preempted, where a prompt
+diverges from pages that others have computed, and every `StateTable.interval` tokens. The first kind serves a prompt that is
+sent again; the second kind serves a conversation that continues. Left out: who gets pages and states when (scheduler.py), the
+hashes of pages (pages.py), and what is evicted (pages.py and states.py).
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ class Room:
 
 NOTHING = Room(0)
 MAX_LOADED = 1024
-"""Requests for which files have been read and that have not been admitted. Of more, the first may be read for again."""
+"""How many waiting requests are remembered as having read files. For requests beyond that, files may be read again."""
 
 
 @dataclass(frozen=True, slots=True)
 class SharedPrefix:
-    """What a waiting sequence finds in the prefix cache. It is not held yet.
+    """What a waiting sequence finds in the prefix cache. Nothing of it is held yet.
 
-    pages:   with its first tokens
-    state:   after these pages; -1 without one
-    branch:  number of tokens up to which there are pages, if no state is known there; else 0
-    awaited: the step that is being made writes a state after more pages, or more is on its way from the host
-    missing: hashes of more pages, in order, that only the host has
-    missing_state: hash of a state after them, or after `pages`, that only the host has; empty if none is missing
-    filed: what comes after that, and only files have: pages in order, and then a state
+    pages:   pages with the keys and values of its first tokens
+    state:   the state after these pages; -1: none
+    branch:  number of tokens that cached pages cover, if `pages` ends earlier because no state is known there; else 0
+    awaited: the sequence should wait: the step being made writes a state after more pages, or more is on its way
+    missing: hashes of the pages that come next and that only the host has, in order
+    missing_state: hash of the state after them, or after `pages`, that only the host has; empty if none is missing
+    filed: what comes after all these and only files have: pages in order, and then a state
     """
 
     pages: list[int]
@@ -75,19 +75,19 @@ class SharedPrefix:
 
     @property
     def is_coming(self) -> bool:
-        """Whether pages or a state are on their way from the host. There is room for them."""
+        """Whether pages or a state are on their way from the host. They were requested only because there was room for them."""
         return self.awaited and not self.is_on_device
 
 
 class Prefix:
-    """The scheduler's hand in a `PageTable`, for models with states in a `StateTable`, and in a host tier if there is one."""
+    """The scheduler's access to the `PageTable`, to the `StateTable` of a model with states, and to the host tier if any."""
 
     def __init__(self, pages: PageTable, states: StateTable | None = None, tier: HostTier | None = None) -> None:
         self._pages = pages
         self._states = states
         self._tier = tier
-        self._fetching: dict[int, SharedPrefix] = {}  # what is held until more of it has come from the host
-        self._loaded: OrderedDict[str, int] = OrderedDict()  # by request, the pages behind which files were last read
+        self._fetching: dict[int, SharedPrefix] = {}  # prefixes that are held while the rest of them is on its way
+        self._loaded: OrderedDict[str, int] = OrderedDict()  # by request, how many pages were known when files were last read
         self._last_hashed: SequenceState | None = None
 
     def begin_step(self) -> None:
@@ -101,7 +101,7 @@ class Prefix:
         """What the prefix cache has for the first tokens of a waiting sequence."""
         pages = self._pages
         self._hash_pages(sequence)
-        # The last token is computed in any case, because its logits are wanted. For prompt_logprobs all tokens are.
+        # The last token is always computed, because its logits are needed. For prompt_logprobs all tokens are computed.
         known = 0 if sequence.num_prompt_logits(2) else (sequence.num_tokens - 1) // pages.page_size
         hashes = sequence.page_hashes[:known]
         found = pages.match(hashes)
@@ -114,19 +114,19 @@ class Prefix:
         return self._shared_with_state(self._states, hashes, found)
 
     def num_missing(self, sequence: SequenceState) -> int:
-        """Known tokens of a waiting sequence that neither the device nor the host has: those that are to be computed."""
+        """Known tokens of a waiting sequence that have to be computed: neither the device nor the host nor files have them."""
         shared = self.shared(sequence)
         filed = sum(each.kind == "page" for each in shared.filed)
         return sequence.num_tokens - (len(shared.pages) + len(shared.missing) + filed) * self._pages.page_size
 
     def num_cached(self, sequence: SequenceState) -> int:
-        """The other ones, which need not be computed."""
+        """Known tokens of a waiting sequence that need not be computed."""
         return sequence.num_tokens - self.num_missing(sequence)
 
     def _hash_pages(self, sequence: SequenceState) -> None:
-        """Compute the hashes that a sequence lacks. Prompts that begin alike, and come one after the other, share theirs.
+        """Compute the hashes that a sequence lacks. A prompt that begins like the one before it takes over its first hashes.
 
-        Tokens are compared several times as fast as they are hashed.
+        Comparing tokens is several times as fast as hashing them.
         """
         request = sequence.request
         hashes = sequence.page_hashes
@@ -139,7 +139,7 @@ class Prefix:
         self._last_hashed = sequence
 
     def _shared_with_state(self, states: StateTable, hashes: Sequence[bytes], found: list[int]) -> SharedPrefix:
-        """What the device has of a prefix for a model with states. found: pages with these hashes, or the first ones"""
+        """What the device has of a prefix, for a model with states. found: pages with these hashes, or the first ones"""
         longest, state = states.match(hashes[: len(found)])
         count = longest
         while count and not states.is_ready(state):
@@ -148,7 +148,7 @@ class Prefix:
         return SharedPrefix(found[:count], state, branch, awaited=longest > count)
 
     def _shared_with_host(self, hashes: Sequence[bytes], found: list[int]) -> SharedPrefix:
-        """The same with the host's copies, for a model with states or without."""
+        """What the device and the host have of a prefix, for a model with or without states."""
         pages = self._pages
         states = self._states
         count = len(found) + pages.reach(hashes[len(found) :])
@@ -167,9 +167,9 @@ class Prefix:
     def _shared_with_folder(
         self, folder: FolderTier, sequence: SequenceState, hashes: Sequence[bytes], shared: SharedPrefix
     ) -> SharedPrefix:
-        """The same with files, where they reach beyond what the device and the host have.
+        """What the device, the host and files have of a prefix. Files count where they reach further than device and host.
 
-        Not if files have been read for the sequence already, and it has got no further by that.
+        They do not count if files have been read for this sequence before and the known prefix has not grown since.
         """
         count = self._pages.reach(hashes)
         end = count + folder.reach(hashes[count:])
@@ -194,10 +194,11 @@ class Prefix:
         return page_hash in self._states or folder.has("state", page_hash)
 
     def complete(self, sequence: SequenceState, shared: SharedPrefix) -> SharedPrefix:
-        """Begin to copy from the host what a waiting sequence lacks on the device, where it fits. Returns what is shared now.
+        """Begin to copy from the host what a waiting sequence, for which there is room, lacks. Returns what is shared now.
 
-        That is `awaited` unless nothing was missing, or copies ended at once or failed. Before, files are read to the host, and
-        the host is given copies of what is evicted for the sequence: it is `awaited` until they are there.
+        The result is `awaited` unless nothing was missing, or copies ended at once or failed. First the host gets copies of the
+        pages that are evicted for the sequence. What only files have is read to the host, and a later step copies it from
+        there.
         """
         while self._tier is not None and not shared.awaited:
             if not self._save(self._tier, sequence, shared):
@@ -213,7 +214,7 @@ class Prefix:
         return shared
 
     def _save(self, tier: HostTier, sequence: SequenceState, shared: SharedPrefix) -> bool:
-        """Whether the host has copies of what is evicted for a sequence. They do not take the place of those that it needs."""
+        """Whether the host has copies of the pages that are evicted for a sequence. Copies that the sequence needs are kept."""
         num_pages = self._pages.pages_for(sequence.num_tokens) - len(shared.pages)
         own = sequence.page_hashes[len(shared.pages) : self._pages.reach(sequence.page_hashes)]
         for page_hash in own:
@@ -226,7 +227,7 @@ class Prefix:
     def _load(self, tier: HostTier, sequence: SequenceState, shared: SharedPrefix) -> bool:
         """Begin to read the files that a sequence waits for. Returns False if nothing can be read."""
         self._loaded[sequence.request.request_id] = self._pages.reach(sequence.page_hashes)
-        if len(self._loaded) > MAX_LOADED:  # requests that were aborted
+        if len(self._loaded) > MAX_LOADED:  # requests that were aborted have left their entries
             self._loaded.popitem(last=False)
         self._hold(shared)
         kept = {*sequence.page_hashes}
@@ -236,7 +237,7 @@ class Prefix:
         return True
 
     def _hold(self, shared: SharedPrefix) -> None:
-        """Keep others from evicting what the host is to complete."""
+        """Hold the pages of a prefix, so that nobody evicts them while the rest is on its way."""
         self._pages.acquire(shared.pages)
         self._fetching[id(shared)] = shared
 
@@ -274,7 +275,7 @@ class Prefix:
     def growth(self, running: Sequence[SequenceState]) -> Room:
         """What the running sequences lack for their next tokens. Some have more pages than they need, for drafts.
 
-        Several sequences that lack a state take turns, because each gives one back when its step is committed: they lack one.
+        Sequences that lack a state can take turns, because each gives one back when its step is committed. So one is enough.
         """
         pages_for = self._pages.pages_for
         growing = [x for x in running if not x.is_last_pending]
@@ -284,9 +285,9 @@ class Prefix:
         return Room(num_pages, any(x.num_tokens - x.state_position >= self._pages.page_size for x in growing))
 
     def reserve(self, num_running: int) -> Room:
-        """What is left to so many running sequences when another one is admitted, or it might be preempted at once.
+        """What has to be left for the running sequences when another one is admitted, or it might be preempted at once.
 
-        Each may need a page soon. Of the states, as many as two steps of decoding take on average, and one for a prompt.
+        Each may need a page soon. The reserve of states is what two decoding steps take on average, and one for a prompt.
         """
         if self._states is None or not num_running:
             return Room(num_running)
@@ -299,10 +300,10 @@ class Prefix:
         return self._states is not None and self._states.num_available == 0
 
     def draft_end(self, sequence: SequenceState, num_running: int) -> int:
-        """Number of tokens that a sequence may have with its drafts, for which there are pages and states.
+        """The largest number of tokens, drafts included, for which there are pages and states for a sequence.
 
-        Drafts preempt no sequence, and leave each running one what it needs. With states they fill one page at most, because a
-        step of few tokens stores one state, and none if states are scarce.
+        Drafts preempt no sequence, and leave a page for each running sequence. In a model with states, drafts fill at most one
+        page, because a step of few tokens stores one state, and they fill none if states are scarce.
         """
         size = self._pages.page_size
         end = (len(sequence.pages) + max(self._pages.num_available - num_running, 0)) * size
@@ -322,9 +323,9 @@ class Prefix:
     def store(
         self, sequence: SequenceState, start: int, length: int, num_drafts: int, num_running: int
     ) -> Sequence[tuple[int, int]]:
-        """States for `length` tokens from `start` on, and drafts, to be written to: (position, state), in order. They are held.
+        """Allocate the states that a step writes for `length` tokens from `start` on, and drafts: (position, state), in order.
 
-        The last one is the state that the sequence continues from. Those before it are for others, as far as states are spare.
+        The sequence continues from the last one. The states before it are for other sequences, and use only spare states.
         """
         assert self._states is not None
         size = self._pages.page_size
@@ -357,7 +358,7 @@ class Prefix:
         sequence.offer(full)
 
     def _offer_states(self, states: StateTable, sequence: SequenceState, full: int) -> None:
-        """Keep those states after the pages up to `full` that are not offered yet which others may want to start from."""
+        """Register the states after newly full pages, up to page `full`, from which other sequences may want to start."""
         size = self._pages.page_size
         for held in sequence.held_states:
             if sequence.num_offered * size < held.position <= full * size and (
@@ -370,7 +371,7 @@ class Prefix:
 
         It replaces the state from which the sequence started and the one at the end of its prompt.
 
-        limit: number of leading tokens of which the states are known to be right
+        limit: number of leading tokens whose states are known to be right
         """
         if self._states is None:
             return
@@ -394,17 +395,17 @@ class Prefix:
                 self._states.release(held.state)
 
     def release_behind(self, sequence: SequenceState, first_key: int) -> None:
-        """A sequence lets go of the pages before `first_key`, the first key of a tile that it may still attend to."""
+        """A sequence releases the pages before `first_key`, the first key of the first tile that it may still attend to."""
         num_pages = first_key // self._pages.page_size
         if num_pages > sequence.num_released:
             self._pages.release(sequence.pages[sequence.num_released : num_pages])
             sequence.release_before(num_pages)
 
     def withdraw(self, sequence: SequenceState, start: int) -> None:
-        """Keep others from sharing what this sequence was to write from token `start` on: it is missing or not finite."""
+        """Stop sharing what this sequence was to write from token `start` on: it is missing or not finite."""
         first = max(start // self._pages.page_size, sequence.num_shared)
         if self._states is not None:
-            # A page may be registered that another sequence has computed with the same tokens, so states are found by hash.
+            # The registered page may be another sequence's page with the same tokens, so states are found by hash.
             self._states.forget(sequence.page_hashes[first:])
         first = max(first, sequence.num_released)
         if sequence.num_offered > first:
@@ -412,18 +413,18 @@ class Prefix:
             sequence.offer(first)
 
     def withdraw_all(self, sequence: SequenceState) -> None:
-        """The same for all its pages, those that other sequences have computed and it shares, and their files: some of them are
+        """Stop sharing all pages of this sequence, including those that others have computed, and their files: some of them are
         not finite."""
         self._pages.withdraw(sequence.page_hashes)
         self._pages.unregister(sequence.held_pages)
 
     def withdraw_left(self, sequence: SequenceState) -> None:
-        """The same for what a preempted sequence has left, from its first token on that is not confirmed.
+        """Stop sharing what a preempted sequence has left in the cache, from its first unconfirmed token on.
 
-        Its pages may have been written to files since: those go as well, and those that were there before stay.
+        Its pages may have been written to files since the preemption. Those files are removed; files from before it stay.
         """
         if sequence.slot >= 0 or not sequence.num_at_start:
-            return  # it runs, or never did
+            return  # it is running, or has never run
         hashes = sequence.page_hashes[self._first_unconfirmed(sequence) :]
         self._pages.forget(hashes)
         if self._folder is not None:
@@ -435,11 +436,11 @@ class Prefix:
         return None if self._tier is None else self._tier.folder
 
     def _first_unconfirmed(self, sequence: SequenceState) -> int:
-        """The first page of a sequence that it has computed itself, and that no finite logits have confirmed."""
+        """The first page of a sequence that it has computed itself and that finite logits have not confirmed."""
         return max(sequence.num_confirmed, sequence.num_cached_tokens) // self._pages.page_size
 
     def withdraw_everything(self, *, new_weights: bool) -> None:
-        """The same for all pages and states of all sequences; for files if they were computed with other weights."""
+        """Stop sharing all pages and states of all sequences, and stop using files if the weights have changed."""
         if self._tier is not None:
             if new_weights:
                 self._tier.leave_folder()
@@ -447,7 +448,7 @@ class Prefix:
         self._pages.forget_all()
 
     def check_integrity(self, running: Sequence[SequenceState]) -> None:
-        """Assert that each page and state is accounted for, and that each sequence has the state of the last page it fills."""
+        """Assert that each page and state is accounted for, and that each sequence has the state after its last full page."""
         fetching = [shared.pages for shared in self._fetching.values()]
         self._pages.check_integrity([*(sequence.held_pages for sequence in running), *fetching])
         if self._states is None:
@@ -473,5 +474,5 @@ def _num_equal(tokens: Sequence[int], others: Sequence[int]) -> int:
 
 
 def _prompt_end(sequence: SequenceState, page_size: int) -> int:
-    """The last position in a prompt at which the same prompt may begin when it comes again: its last token is computed."""
+    """The last position from which the same prompt can begin when it is sent again. Its last token is always computed."""
     return (sequence.num_prompt_tokens - 1) // page_size * page_size

@@ -9,17 +9,19 @@
     states.acquire(state)                            # one more sequence reads it
 
 Layers that keep a recurrent or a convolution state cannot start in the middle of a prompt as attention can: they need the state
-after the tokens before. A *state* here is a state page: what all such layers of the model keep of one sequence, after a number
-of tokens that is a multiple of the page size. It is written once, in full, and never changed, so that sequences share it like a
-page. A later position has another state. The tokens since then are kept apart, by slot, and belong to one sequence.
+after the preceding tokens. A *state* here is a state page: what all such layers of the model keep of one sequence, after a
+number of tokens that is a multiple of the page size. It is written once, in full, and never changed, so that sequences share it
+like a page. A later position has another state. What the tokens since then contribute (the tail) is kept in the sequence's slot
+and is not shared.
 
-A state is free, cached or held, and the host may have a copy of it, as pages are (kept_items.py).
+Like a page, a state is free, cached or held, and the host may have a copy of it (kept_items.py).
 
-A state is registered under the hash of the page that it comes after, and only while that page is: `PageTable.on_forget` takes
-the state along. Its hash covers every token before it and the salt, so states are isolated as pages are. A state may be evicted
-alone. The pages of its prefix then still serve up to an earlier state. A state that a later one replaces, as the end of an
-answer replaces the end of its prompt, is evicted before all others: least recently used alone would keep two states or more of
-each conversation, and lose all of them when the memory holds one of each.
+A state is registered under the hash of the page that it comes after, and only while that page is registered:
+`PageTable.on_forget` drops the state with the page. The hash covers every token before it and the salt, so states are isolated
+as pages are. A state may be evicted while its page stays. The pages of its prefix then still serve up to an earlier state. A
+state that a later state replaces, as the end of an answer replaces the end of its prompt, is evicted before all others. Plain
+least-recently-used eviction would keep two or more states of each conversation, and would lose all of them when the memory
+holds only one per conversation.
 
 Left out: which positions get a state (prefix.py), which sequence gets one when (scheduler.py), and the memory (tensors.py).
 """
@@ -34,8 +36,8 @@ from fa_serve.engine.cache.pages import PageTable
 MIN_STATES = 3
 """What one sequence needs: the state that it reads, the one that the step in flight reads, and the one that it writes."""
 SHORT_CHUNK = 16
-"""Rows of a sequence in a step up to which they are computed one after the other: decoding, drafts, short rests of prompts.
-They may begin anywhere and store one state. More rows begin at a multiple of the page size and store any number of states."""
+"""The rows of a chunk of up to this length are computed one after the other: decoding, drafts, short rests of prompts. It may
+begin anywhere and stores one state. A longer one begins at a multiple of the page size and stores any number of states."""
 STATE_INTERVAL = 2048
 """Tokens of a prompt between states that are kept inside it."""
 
@@ -45,7 +47,8 @@ def chunk_length(start: int, length: int, missing: int, page_size: int) -> int:
 
     start: position of the first of them; missing: known tokens that are not computed yet, at least `length`
 
-    A chunk that leaves tokens for later ends at a multiple of page_size. If it does not reach one, it has SHORT_CHUNK at most.
+    A chunk that leaves tokens for later ends at a multiple of page_size. If it does not reach one, it has at most SHORT_CHUNK
+    tokens.
     """
     if start % page_size:
         length = min(length, SHORT_CHUNK)
@@ -59,7 +62,7 @@ class StateTable(KeptItems):
     """Reference counts, the free list and the registered states of `num_states` states. Every operation is O(1).
 
     num_states: number of states that the memory holds
-    pages:      the table whose hashes name the states. It tells this one which hashes it forgets
+    pages:      the table whose hashes name the states. It calls this table for each hash that it forgets
     interval:   tokens of a prompt between states that are kept inside it
     """
 
@@ -76,7 +79,7 @@ class StateTable(KeptItems):
         pages.on_forget_all = self.forget_all
 
     def renewed(self, pages: PageTable) -> StateTable:
-        """An empty table of as many states, for another table of pages."""
+        """An empty table of as many states, for another `PageTable`."""
         return StateTable(self.num_states, pages, interval=self.interval)
 
     @property
@@ -85,7 +88,7 @@ class StateTable(KeptItems):
         return len(self._hash_of)
 
     def begin_step(self) -> None:
-        """A new step is being made. What earlier steps write is there for it, because steps run in order."""
+        """A new step is being made. It may read what earlier steps write, because steps run in order."""
         self._fresh.clear()
 
     def is_ready(self, state: int) -> bool:
@@ -102,7 +105,7 @@ class StateTable(KeptItems):
         return state
 
     def take(self) -> int:
-        """A state that nobody holds, as `KeptItems.take` says. No sequence has started from what will be in it."""
+        """A state that nobody holds: see `KeptItems.take`. No sequence counts as having started from it yet."""
         state = super().take()
         self._num_uses[state] = 0
         return state
@@ -121,9 +124,9 @@ class StateTable(KeptItems):
         return state >= 0 and self._references[state] == 0
 
     def keep(self, state: int, page_hash: bytes) -> bool:
-        """Others may start from this state, which comes after the page of this hash. A sequence holds it.
+        """Let others start from this state, which comes after the page of this hash. A sequence holds it.
 
-        Returns whether they may start from this state or one that is equal. They may not if the page is not registered.
+        Returns whether they may start from this state or from an equal one. They may not if the page is not registered.
         """
         if page_hash not in self._pages:
             return False
@@ -136,9 +139,9 @@ class StateTable(KeptItems):
         return True
 
     def replace(self, page_hash: bytes) -> None:
-        """A later state of the same sequence is kept, so that the one after the page of this hash, if any, is evicted first.
+        """Evict the state after the page of this hash, if any, before all others: a later state of its sequence is kept.
 
-        This holds for a state from which no two sequences have started. Others are where conversations part.
+        States from which two or more sequences have started are exempt, because conversations branch there.
         """
         state = self._item_of.get(page_hash, -1)
         if state in self._cached and self._num_uses[state] < 2:
@@ -160,7 +163,7 @@ class StateTable(KeptItems):
         return next((n for n in range(len(hashes), 0, -1) if hashes[n - 1] in self), 0)
 
     def forget(self, hashes: Sequence[bytes]) -> None:
-        """Nobody starts from the states after these pages from now on. Hashes that have no state are skipped."""
+        """Let nobody start from the states after these pages any more. Hashes that have no state are skipped."""
         for page_hash in hashes:
             self._forget(page_hash)
 

@@ -27,9 +27,9 @@ from fa_serve.spec import AttentionSpec, ParameterError
 HEADROOM = 224.0
 """The float8 number that the largest value seen is stored as: half of what float8_e4m3fn can hold."""
 CPU_SHARE = 0.25
-"""Share of the host memory that is available after the model has been loaded."""
+"""The cache's share of the host memory that is available after the model has been loaded."""
 STATE_TOKENS = 2048
-"""Tokens of the KV cache for each state, where the engine decides how many there are."""
+"""Tokens of the KV cache for each state, where the engine decides how many states there are."""
 
 
 def bytes_per_page(layers: Iterable[AttentionSpec], page_size: int) -> int:
@@ -60,9 +60,9 @@ def allocate(
 
 @dataclass(frozen=True, slots=True)
 class StateMemory:
-    """What the states of a model take.
+    """The memory that the states of a model take.
 
-    specs:        what each call of a recurrence keeps of a sequence; empty for a model without
+    specs:        what each call of a recurrence keeps of a sequence; empty for a model without states
     page_size:    tokens between two states of a sequence
     max_num_seqs: number of slots, each of which has a tail: the tokens since the last state
     """
@@ -85,29 +85,29 @@ class StateMemory:
         return self.max_num_seqs * tail_rows(self.page_size) * sum(spec.bytes_per_row for spec in self.specs.values())
 
     def allocate(self, num_states: int, device: torch.device) -> dict[StateKey, StateTensors]:
-        """The tensors of so many states. They are not filled: what has not been written is never read."""
+        """The tensors of `num_states` states. They are not filled: what has not been written is never read."""
         return {key: spec.allocate(num_states, self.max_num_seqs, self.page_size, device) for key, spec in self.specs.items()}
 
     @property
     def least_states(self) -> int:
-        """How many states there are at least: one for each running sequence, if these are not many, and some to write."""
+        """How many states there are at least: one for each running sequence, up to 32 of them, and some to write."""
         return max(MIN_STATES, min(self.max_num_seqs, 32) * 6 // 5 + 1)
 
     @property
     def least_bytes(self) -> int:
-        """Bytes of so many states and of the tails."""
+        """Bytes of `least_states` states and of the tails."""
         return self.bytes_of_tails + self.least_states * self.bytes_per_state
 
     def enough_states(self, num_pages: int) -> int:
-        """More states than these are hardly of use: for each running sequence, for some that have ended, of which two each are
-        kept, and for every STATE_TOKENS tokens that so many pages hold."""
+        """More states than this hardly help. It counts states for running sequences, two for each of some sequences that have
+        ended, and one for every STATE_TOKENS tokens that `num_pages` pages hold."""
         return self.least_states + 4 * self.max_num_seqs + num_pages * self.page_size // STATE_TOKENS
 
     def shares(self, room: int, bytes_per_page: int) -> tuple[int, int]:
-        """(pages, states) that a room of so many bytes is divided into, after the tails.
+        """(pages, states) that `room` bytes are divided into, after the tails.
 
-        There is a state for every STATE_TOKENS tokens of the KV cache, and `least_states` in any case. Where pages take no
-        memory, because no layer has attention, there are as many as belong to the states.
+        There is a state for every STATE_TOKENS tokens of the KV cache, and `least_states` in any case. If pages take no memory,
+        because no layer has attention, the number of states decides how many pages there are.
         """
         room -= self.bytes_of_tails
         pages_per_state = max(STATE_TOKENS // self.page_size, 1)
@@ -127,7 +127,7 @@ def fit_on_host(memory: StateMemory, bytes_per_page: int, enough_pages: int, num
 
 
 def check_num_states(num_states: int, memory: StateMemory, device: torch.device) -> None:
-    """Raise ParameterError, with the arithmetic, if the device has no memory for so many states beside the weights."""
+    """Raise ParameterError, with the arithmetic, if the weights leave no memory on the device for so many states."""
     if not memory:
         raise ParameterError("num_states", "be None for a model that keeps no states", num_states)
     room, where = _room_beside_weights(device)
@@ -142,7 +142,7 @@ def check_num_states(num_states: int, memory: StateMemory, device: torch.device)
 
 
 def check_num_pages(num_pages: int, size: int, page_size: int, num_layers: int, device: torch.device) -> None:
-    """Raise ParameterError, with the arithmetic, if the device has no memory for so many pages beside the weights.
+    """Raise ParameterError, with the arithmetic, if the weights leave no memory on the device for so many pages.
 
     size: bytes of a page of `page_size` tokens in all layers
     """
@@ -157,7 +157,7 @@ def check_num_pages(num_pages: int, size: int, page_size: int, num_layers: int, 
 
 
 def _room_beside_weights(device: torch.device) -> tuple[int, str]:
-    """Bytes that are available on a device after the model has been loaded, and of what they are."""
+    """Bytes that are available on a device after the model has been loaded, and the words that say which memory it is."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
         return torch.cuda.mem_get_info(device)[0], "of the GPU's memory"
@@ -177,7 +177,7 @@ class _Ranges(OneSequence):
         self.outputs: dict[nn.Module, Tensor] = {}
 
     def note(self, module: nn.Module, args: object, output: Tensor) -> None:
-        """A hook of the modules that make latent vectors and rotated keys. A rotation makes numbers larger by 2^0.5 at most."""
+        """A hook of the modules that make latent vectors and rotated keys. A rotation scales a number by 2^0.5 at most."""
         self.outputs[module] = output
 
     def attend(self, call: LayerCall) -> Tensor:
@@ -219,7 +219,7 @@ def descales(
 def rescale(
     known: Mapping[int, tuple[Tensor, Tensor]], model: PreTrainedModel, vocab: int, layers: Mapping[int, AttentionSpec]
 ) -> None:
-    """Write other scales, for other weights, into those that `descales` has given. Graphs read them where they are."""
+    """Write the scales for new weights into the tensors that `descales` returned, because CUDA graphs read these tensors."""
     found = descales(model, vocab, layers)
     for index, pair in known.items():
         for old, new in zip(pair, found[index], strict=True):
@@ -227,10 +227,10 @@ def rescale(
 
 
 def device_room(device: torch.device, share: float, needed: int, least: int) -> int:
-    """Bytes of a GPU's memory for the KV cache, at least `least`. ParameterError if there is less.
+    """Bytes of a GPU's memory for the KV cache, at least `least`. Raises ParameterError if there is less.
 
-    share:  of the whole memory, for this process and the other programs that use the GPU now
-    needed: bytes of this process beside the cache
+    share:  share of the whole memory, for this process and the other programs that use the GPU now
+    needed: bytes that this process needs in addition to the cache
     """
     free, total = torch.cuda.mem_get_info(device)
     others = total - free - torch.cuda.memory_reserved(device)
@@ -256,8 +256,8 @@ def available_memory() -> int:
 def reclaimable_memory() -> int:
     """Bytes of host memory that this process could get at most: what is available now, and caches of files.
 
-    More than this fails or is killed, so it bounds what the operator may ask for. `available_memory` decides what is taken
-    unasked.
+    More than this fails or is killed, so it bounds what the operator may ask for. `available_memory` decides what the engine
+    takes by default.
     """
     meminfo = Path("/proc/meminfo")
     if not meminfo.exists():

@@ -3,7 +3,7 @@
 workers = Workers(4, "fa-serve-folder-read")
 result = workers.submit(partial(files.read, name, memory))
 result.done()
-workers.submit(partial(files.remove, name), is_last=True)    # is carried out even if `close` comes before
+workers.submit(partial(files.remove, name), is_last=True)    # is carried out even if `close` is called before it
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 
 class Workers:
-    """Threads that carry out jobs in order, and that no exit of the interpreter waits for: a disk may never answer."""
+    """Threads that carry out jobs in order. The interpreter exits without waiting for them, because a disk may never answer."""
 
     def __init__(self, count: int, name: str) -> None:
         self._jobs: SimpleQueue[tuple[Callable[[], Any], Future[Any], bool] | None] = SimpleQueue()
@@ -26,19 +26,19 @@ class Workers:
             thread.start()
 
     def submit(self, job: Callable[[], Any], *, is_last: bool = False) -> Future[Any]:
-        """The result of a job that is carried out later. is_last: also after `close`, if it was submitted before"""
+        """The result of a job that is carried out later. is_last: it is carried out even if `close` is called before that"""
         future: Future[Any] = Future()
         self._jobs.put((job, future, is_last))
         return future
 
     def close(self) -> None:
-        """End the threads after the jobs that they are in, and those that are to be carried out even so. Others never end."""
+        """End the threads after their current jobs and the jobs with `is_last`. The results of all other jobs never arrive."""
         self._is_closed = True
         for _ in self._threads:
             self._jobs.put(None)
 
     def join(self, seconds: float) -> None:
-        """Wait until the threads have ended, but not longer than that for each."""
+        """Wait until the threads have ended, for at most `seconds` for each of them."""
         for thread in self._threads:
             thread.join(seconds)
 

@@ -1,18 +1,19 @@
-"""Embeddings of images by content, within a budget of bytes, and those that one step needs.
+"""The cache of image embeddings, by content and within a budget of bytes; it encodes images and gives each step what it needs.
 
     encoder = ImageEncoder(reader, max_bytes=2 << 30)
-    encoder.advance(TowerWork(images, 200, 200))       # part of the way through the towers, as a step has room for it
+    encoder.advance(TowerWork(images, 200, 200))       # part of the way through the towers, as a step has time for it
     images = encoder.step(pieces, input_ids) # what a step needs, encoded now if it is not in the cache -> StepImages
 
-The scheduler says what is encoded when (scheduler/tower_queue.py) and holds what sequences wait for. What is evicted is encoded
-again when a later chunk needs it, because requests keep what their processor has made. The images of a step, of whichever
-requests, are encoded together, as far as their inputs can be joined.
+The scheduler decides which images are encoded and when (scheduler/tower_queue.py), and holds the images that sequences wait
+for. Requests keep the inputs that their processor has made, so an evicted image is encoded again when a later chunk needs it.
+The images of a step are encoded together, across requests, if their inputs can be joined.
 
-Work that a step does not finish pauses after a layer of the towers (paused_call.py). Of several ranks, rank 0 alone encodes,
-and all keep the same embeddings (rank_features.py).
+Work that a step does not finish pauses after a layer of the towers (paused_call.py). With several ranks, only rank 0 encodes,
+and all ranks keep the same embeddings (rank_features.py).
 
-Towers have their own stream. Models ask a GPU for the sizes of images, several times for each, and wait for all that is queued
-before on the same stream: that would be the step before, beside which the host is to launch the next one.
+The towers have their own stream. A model's code reads image sizes back from the GPU several times per image, and each read
+waits for everything queued earlier on the same stream. On the main stream that would be the previous step, and the host could
+not launch the next step while it runs.
 """
 
 from __future__ import annotations
@@ -57,9 +58,9 @@ log = logging.getLogger("fa_serve.engine")
 class ImageEncoder:
     """Owner of the embeddings.
 
-    max_bytes:      budget of the cache. What sequences wait for is kept beyond it
-    refuses_blocks: why tokens that attend both ways are refused; empty if they are not
-    graphs:         of layers of the towers; None launches them one by one
+    max_bytes:      budget of the cache. Images that sequences wait for are kept even if they exceed it
+    refuses_blocks: why images whose tokens attend both ways are refused; empty if they are not refused
+    graphs:         CUDA graphs of the towers' layers; None launches the kernels one by one
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class ImageEncoder:
         self.refuses_blocks = refuses_blocks
         self.ranks: Ranks = Alone(reader.device)
         self.max_bytes = max_bytes
-        self._bytes_per_token = reader.bytes_per_token  # of the newest image, so that all ranks have the same number
+        self._bytes_per_token = reader.bytes_per_token  # of the newest image, so that all ranks have the same value
         self.num_bytes = 0
         self.num_encoded = 0
         self._two_way: TwoWay | None = None
@@ -78,14 +79,14 @@ class ImageEncoder:
         self._held: set[bytes] = set()
         self._call: PausedCall[Made] | None = None
         self._is_busy = False
-        self._num_pauses = max(len(reader.blocks), 1)  # behind the copy, until a first one has told
-        self._num_asked = 0  # embeddings of the images on their way, as far as steps had time for them
+        self._num_pauses = max(len(reader.blocks), 1)  # of one encoding, without the copy; a guess before the first one
+        self._num_asked = 0  # embeddings of the images on their way that steps have had time for so far
         self._stream = _new_stream(reader.device)
         self._has_new_weights = True
 
     @property
     def capacity(self) -> int:
-        """Embeddings that the cache has room for."""
+        """How many embeddings the cache has room for."""
         return self.max_bytes // self._bytes_per_token
 
     @property
@@ -94,7 +95,7 @@ class ImageEncoder:
         return self._is_busy
 
     def join(self, ranks: Ranks) -> None:
-        """Keep what these ranks keep. To be called before images come."""
+        """Share embeddings with these ranks, so that all of them keep the same. Call this before the first image arrives."""
         self.ranks = ranks
         if ranks.rank:
             self.graphs = None
@@ -106,14 +107,14 @@ class ImageEncoder:
 
     @torch.inference_mode()
     def warm_up(self, images: Sequence[Mapping[str, Tensor]]) -> None:
-        """Encode images for their kernels and graphs alone. What is learnt of the model is kept, and no embedding."""
+        """Encode images only to compile kernels and capture graphs. Keeps what it learns about the model, but no embeddings."""
         self._await_weights()
-        for _ in range(1 if self.graphs is None else 2):  # what comes again is captured
+        for _ in range(1 if self.graphs is None else 2):  # a graph is captured at the second call
             with self._encoding():
                 self._two_way = self.reader.encode_all(images)[0].two_way
 
     def replaying(self) -> AbstractContextManager[None]:
-        """Inside, layers of the towers are replayed in forwards of this thread, if there are graphs."""
+        """Inside this context, forwards of this thread replay the graphs of the towers' layers, if there are graphs."""
         return nullcontext() if self.graphs is None else self.graphs.replaying()
 
     def is_encoded(self, key: bytes) -> bool:
@@ -126,32 +127,33 @@ class ImageEncoder:
         return kept is not None and kept.failed
 
     def hold(self, key: bytes) -> None:
-        """A sequence waits for this image, or is about to compute it: it is not evicted."""
+        """Keep this image from being evicted, because a sequence waits for it or is about to compute its tokens."""
         self._held.add(key)
 
     def retry(self, key: bytes) -> None:
-        """A new sequence needs this image. If it has failed for others, it is encoded again, for all of them."""
+        """A new sequence needs this image. If its encoding has failed for other sequences, encode it again for all of them."""
         if self.has_failed(key):
             self._drop(key)
 
     def release(self, key: bytes) -> None:
-        """No sequence needs the image any more. If it has failed, it is encoded again for the next one."""
+        """No sequence needs the image any more. If its encoding has failed, it is encoded again for the next sequence."""
         self._held.discard(key)
         self.retry(key)
         self._evict()
 
     def release_all(self) -> None:
-        """No sequence is left: no image is needed any more, nor what is on its way."""
+        """No sequence is left: release all images, and give up those on their way through the towers."""
         self.abandon()
         for key in [*self._held]:
             self.release(key)
 
     def advance(self, work: TowerWork) -> Stopwatch:
-        """Go on with the images that are on their way, or begin with these if there are none. Returns what this takes.
+        """Continue with the images that are on their way, or begin with those of `work` if there are none. Returns a stopwatch
+        of this work.
 
-        Without a limit all of them are encoded when this returns, for work that is queued on this stream from now on. Whatever
-        fails, what the step computes beside them goes on: images that are not encoded then have failed. An interrupt, as by
-        Ctrl-C, gives up what is on its way, and the interrupt goes on.
+        Without a limit, work that is queued on this thread's stream after this returns can read the embeddings of all of them.
+        If anything but the device fails, the images that are not encoded have failed, and the rest of the step goes on. An
+        interrupt, such as Ctrl-C, gives up the images on their way and is raised again.
         """
         watch = Stopwatch(self._stream)
         if not self._is_busy and work.limit is None:
@@ -165,7 +167,7 @@ class ImageEncoder:
         return watch
 
     def _make(self, images: Sequence[ImageInput], make: Callable[[], Made | None]) -> Made | None:
-        """What `make` comes to on every rank. If it raises something, these images have failed."""
+        """The result of `make`, on every rank. If `make` raises an error, these images have failed."""
         return share_features(self.ranks, self.reader, images, lambda: self._make_or_fail(images, make))
 
     def _make_or_fail(self, images: Sequence[ImageInput], make: Callable[[], Made | None]) -> Made | None:
@@ -178,11 +180,11 @@ class ImageEncoder:
         except Exception as error:
             count = len({image.key for image in images} - self._features.keys())
             log.error("%d images could not be encoded, which ends their requests", count, exc_info=error)
-        # outside of the handler, whose error keeps the memory of the forward
+        # outside of the handler, because its error keeps the memory of the forward alive
         return {image.key: self.reader.failed(image.inputs) for image in images}
 
     def _advance(self, work: TowerWork) -> Made | None:
-        """What the images come to that are on their way, or None if this takes a later step."""
+        """The features of the images on their way, or None if a later step has to finish them."""
         begins = self._call is None
         if self._call is None:
             self._await_weights()
@@ -191,11 +193,11 @@ class ImageEncoder:
         call = self._call
         pauses = None
         if work.limit is not None and begins:
-            pauses = 1  # the copy of their pixels
+            pauses = 1  # the first step only copies their pixels
         elif work.limit is not None:
             self._num_asked += work.limit
             count = max(sum(self.reader.num_tokens(image.inputs) for image in work.images), 1)
-            # up to where so many embeddings come, so that no part makes up for the roundings of those before it
+            # the pause that corresponds to all embeddings asked for so far, so that roundings of the parts do not add up
             pauses = 1 + round(self._num_asked * self._num_pauses / count) - call.num_pauses
         try:
             if not call.run(pauses):
@@ -208,29 +210,29 @@ class ImageEncoder:
         return call.result()
 
     def _encode_pausing(self, images: Sequence[ImageInput], pause: Callable[[], None]) -> Made:
-        """Encode images in the thread of a call. They are not kept yet."""
+        """Encode images in the thread of a `PausedCall`. The caller puts the result into the cache."""
         with torch.inference_mode(), self.reader.pausing(pause):
             return self._encode(images)
 
     def _on_own_stream(self) -> AbstractContextManager[Any]:
-        """Inside, this thread queues work on the stream of the towers, whatever device and stream it has chosen."""
+        """Inside this context, this thread queues work on the towers' stream, whatever its current device and stream are."""
         return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
 
     @contextmanager
     def _encoding(self) -> Iterator[None]:
-        """Around a forward of the towers, which no other rank computes."""
+        """The context of a forward of the towers. It pauses all-reduce in this thread: no other rank computes this forward."""
         sums = self.ranks.all_reduce
         with self.replaying(), self._on_own_stream(), nullcontext() if sums is None else sums.paused_in_thread():
             yield
 
     def _await_weights(self) -> None:
-        """Let the towers begin behind what the stream of this thread, the engine's, has written of weights."""
+        """Let the towers begin after the engine's stream, which is this thread's current one, has written the weights."""
         if self._has_new_weights and self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self.reader.device))
         self._has_new_weights = False
 
     def _await_towers(self, made: Iterable[ImageFeatures]) -> None:
-        """Let what the engine queues from now on read these images."""
+        """Let the work that the engine queues from now on wait for the towers, so that it can read these images."""
         if self._stream is None:
             return
         stream = torch.cuda.current_stream(self.reader.device)
@@ -239,16 +241,16 @@ class ImageEncoder:
             each.record_stream(stream)
 
     def abandon(self) -> None:
-        """Give up what is on its way through the towers. It begins anew when it is asked for."""
+        """Give up the images on their way through the towers. They begin again when they are asked for."""
         if self._call is not None:
             self._call.close()
         self._call = None
         self._is_busy = False
 
     def features(self, images: Sequence[ImageInput]) -> Made:
-        """What images come to, by key: from the cache if they are there, and otherwise encoded together.
+        """The features of images, by key: from the cache, or encoded together if they are not in it.
 
-        An image that the towers refuse comes to numbers that are not finite, which end its own request, and the log says why.
+        An image that the towers refuse gets features that are not finite. They end only its own request; the log says why.
         """
         found: Made = {}
         missing: dict[bytes, ImageInput] = {}
@@ -269,16 +271,16 @@ class ImageEncoder:
         return found
 
     def _encode(self, images: Sequence[ImageInput]) -> Made:
-        """Encode images together, or each alone if one of them is refused."""
+        """Encode images together, or one by one if the towers refuse one of them."""
         try:
             with self._encoding():
                 made = self.reader.encode_all([image.inputs for image in images])
         except torch.AcceleratorError:
             raise  # the device is lost
-        except Exception as error:  # whatever the code of a model raises for an image that it does not take
+        except Exception as error:  # a model's code may raise anything for an image that it does not take
             made = []
             reason = f"{type(error).__name__}: {error}"
-        # outside of the handler, whose error keeps the memory of the forward
+        # outside of the handler, because its error keeps the memory of the forward alive
         if not made and len(images) > 1:
             return {key: x for image in images for key, x in self._encode([image]).items()}
         if not made:
@@ -289,7 +291,7 @@ class ImageEncoder:
         return {image.key: each for image, each in zip(images, made, strict=True)}
 
     def _keep(self, made: Made) -> None:
-        """Put images into the cache; those that have failed only for the sequences that hold them, as the cause may pass."""
+        """Put images into the cache. Failed ones are only kept for sequences that hold them, because the cause may pass."""
         for key, each in made.items():
             if not each.failed:
                 self._bytes_per_token = each.num_bytes // max(len(each.embeds), 1)
@@ -299,7 +301,7 @@ class ImageEncoder:
         self._evict()
 
     def _evict(self) -> None:
-        """Keep to the budget, the images that are held aside."""
+        """Evict images that no sequence holds, the least recently used first, until the cache is within its budget."""
         if self.num_bytes <= self.max_bytes:
             return
         for key in [key for key in self._features if key not in self._held]:
@@ -311,21 +313,21 @@ class ImageEncoder:
         self.num_bytes -= self._features.pop(key).num_bytes
 
     def close(self) -> None:
-        """Give up what is on its way, and free the graphs. They are captured again when images are encoded."""
+        """Give up the images on their way, and free the graphs. They are captured again when images are encoded."""
         self.abandon()
         if self.graphs is not None:
             self.graphs.clear()
 
     def forget(self) -> None:
-        """Empty the cache, because other weights encode images from now on, which may lie elsewhere in memory."""
+        """Empty the cache and free the graphs, because the weights have changed and may lie elsewhere in memory."""
         self.close()
         self._features.clear()
         self.num_bytes = 0
         self._has_new_weights = True
 
     def step(self, pieces: Sequence[ImagePiece], input_ids: NDArray[np.int64]) -> StepImages:
-        """The embeddings of one step, which has one piece at least. In their places, its tokens become ones that the model can
-        embed."""
+        """The embeddings of one step, from at least one piece. Overwrites `input_ids` in the places of images with a token that
+        the model can embed."""
         for piece in pieces:
             input_ids[piece.rows] = self.reader.filler
         found = self.features([piece.image for piece in pieces])
@@ -335,7 +337,7 @@ class ImageEncoder:
         return StepImages(
             torch.from_numpy(rows).to(self.reader.device, non_blocking=True),
             torch.cat([each.embeds[part] for each, part in parts]),
-            # an image that could not be encoded has nothing for inner layers
+            # an image that could not be encoded has no features for inner layers, so its embeddings (NaN) stand in
             tuple(
                 torch.cat([(each.deep or (each.embeds,) * depth)[layer][part] for each, part in parts])
                 for layer in range(depth)
@@ -343,12 +345,13 @@ class ImageEncoder:
         )
 
     def place(self, tokens: Sequence[int], images: Sequence[ImageInput], max_block: int) -> PromptImages:
-        """What the images of a prompt come to. The first image that comes tells which tokens attend both ways.
+        """Place the images of a prompt. The first image that the engine gets shows which tokens attend both ways.
 
-        tokens: with an image token for each embedding, in the order of the images
-        max_block: tokens that a step can compute together
+        tokens: the prompt, with an image token for each embedding, in the order of the images
+        max_block: the most tokens that one step can compute together
 
-        Raises ParameterError for images that do not fit the prompt, and for a block of tokens that no step can compute.
+        Raises ParameterError for images that do not fit the prompt, for tokens that attend both ways if they are refused, and
+        for a block of them that is too long for a step.
         """
         placed = find_places(tokens, images, self.reader.image_token)
         if self._two_way is None:
@@ -370,14 +373,15 @@ class ImageEncoder:
 
     def _find_two_way(self, image: ImageInput) -> TwoWay:
         """Which tokens attend both ways. Raises ParameterError for an image that the towers refuse."""
-        # other ranks do not see this image yet, so what several keep does not change
+        # the other ranks do not see this image yet; all must keep the same, so with several ranks it is not put into the cache
         found = (self.features([image]) if self.ranks.size == 1 else self._encode([image]))[image.key]
         if found.failed:
             raise ParameterError("images", "be such that the model's towers take them (the log says why not)", "another one")
         return found.two_way
 
     def check_integrity(self) -> None:
-        """Assert that the bytes are those of the entries, within the budget beside what is held, and that failures are held."""
+        """Assert that `num_bytes` is the sum of the entries and exceeds the budget only by held images, and that every failed
+        image is held."""
         sizes = {key: each.num_bytes for key, each in self._features.items()}
         assert self.num_bytes == sum(sizes.values())
         held = sum(size for key, size in sizes.items() if key in self._held)
@@ -386,14 +390,14 @@ class ImageEncoder:
 
 
 def _new_stream(device: torch.device) -> torch.cuda.Stream | None:
-    """None for a device without streams."""
+    """A stream for the towers; None for a device without streams."""
     make_stream: Any = torch.cuda.Stream
     stream: torch.cuda.Stream | None = make_stream(device) if device.type == "cuda" else None
     return stream
 
 
 def _batches(images: Iterable[ImageInput], reader: ImageReader) -> Iterator[list[ImageInput]]:
-    """Images whose embeddings are few enough for one forward of the towers, or a single one."""
+    """Batches of images for one forward of the towers: MAX_IMAGE_TOKENS embeddings at most, or a single image."""
     batch: list[ImageInput] = []
     room = MAX_IMAGE_TOKENS
     for image in images:
@@ -409,14 +413,14 @@ def _batches(images: Iterable[ImageInput], reader: ImageReader) -> Iterator[list
 
 
 def require_encoder(images: ImageEncoder | str) -> ImageEncoder:
-    """What `find_images` has found. Raises ParameterError, with the reason, if there is none."""
+    """The encoder that `find_images` has found. Raises ParameterError, with the reason, if it has found none."""
     if isinstance(images, str):
         raise ParameterError("images", f"be empty, because {images}", "images")
     return images
 
 
 def find_images(model: Any, config: EngineConfig) -> ImageEncoder | str:
-    """The towers of a model, or why an engine with these settings takes no images."""
+    """The image encoder of a model, or the reason why an engine with these settings takes no images."""
     if not config.max_images:
         return "the engine is set to take none (max_images)"
     try:

@@ -1,13 +1,14 @@
-"""A call that runs a part at a time: in another thread, while the caller stands still.
+"""A call that runs part by part: in another thread, while the caller waits.
 
     call = PausedCall(lambda pause: encode(images, pause))       # calls `pause()` wherever it may be cut
     while not call.run(3):                   # returns at the third pause from here on, or when the call has ended
         ...
     call.result()
 
-So code that knows nothing of parts can be cut, if hooks call `pause` in its midst: it keeps its stack. Nothing runs at the same
-time, so the two need no locks for what they share. The one exception is a caller that is interrupted while it stands still, as
-by Ctrl-C: the function runs on to its next pause and ends there. Left out: what is computed, and on which stream.
+The other thread keeps the function's stack, so code that was not written to run in parts can be cut by hooks that call `pause`
+inside it. Only one of the two threads runs at a time, so they need no locks for what they share. The one exception is a caller
+that is interrupted while it waits, for example by Ctrl-C: the function then runs on to its next pause and ends there. Left out:
+what is computed, and on which stream.
 """
 
 from __future__ import annotations
@@ -20,29 +21,29 @@ T = TypeVar("T")
 
 
 class _Abandoned(BaseException):
-    """Nobody will go on with the call. It is no Exception, so that no handler of the function swallows it."""
+    """Nobody will continue the call. Not a subclass of Exception, so that no handler in the function swallows it."""
 
 
 class PausedCall(Generic[T]):
-    """Begins at the first `run`. function: gets what it is to call wherever it may be cut"""
+    """Begins at the first `run`. function: its argument is `pause`, which it calls wherever it may be cut"""
 
     def __init__(self, function: Callable[[Callable[[], None]], T]) -> None:
         self._function = function
         self._turn = threading.Semaphore(0)
         self._callers_turn = threading.Semaphore(0)
         self._thread: threading.Thread | None = None
-        self._left: int | None = None  # pauses that are passed before the next one; None passes all of them
+        self._left: int | None = None  # pauses until the function stops; None: it does not stop
         self._is_abandoned = False
         self._value: list[T] = []
         self._error: BaseException | None = None
         self.num_pauses = 0
-        """Pauses up to now, those that were passed included."""
+        """Pauses so far, including those at which the function did not stop."""
         self.has_ended = False
 
     def run(self, pauses: int | None) -> bool:
-        """Go on up to this pause from here on, at least the first; None goes on to the end. Returns whether it has ended.
+        """Continue for this many pauses, at least one, or to the end with None. Returns whether the call has ended.
 
-        Raises what the function raises. Interrupted, the call has ended without a result.
+        Raises what the function raises. If the caller is interrupted, the call ends without a result.
         """
         if self.has_ended:
             return True
@@ -54,8 +55,8 @@ class PausedCall(Generic[T]):
             if error is not None:
                 raise error
         finally:
-            # An error has the frames that it came through, and these have the call: with the error in the call or in a frame
-            # they would keep each other, and the tensors of the function, until the garbage is collected.
+            # An error refers to the frames that it passed through, and these refer to the call. If the call or a frame still
+            # referred to the error, this cycle would keep the function's tensors alive until the garbage is collected.
             del error
         return self.has_ended
 
@@ -64,7 +65,7 @@ class PausedCall(Generic[T]):
         return self._value[0]
 
     def close(self) -> None:
-        """Give up a call that has not ended: its function is left at the pause where it is."""
+        """Give up a call that has not ended: its function ends at the pause where it stands."""
         if self._thread is not None and not self.has_ended:
             self._is_abandoned = True
             self._hand_over()
@@ -78,12 +79,12 @@ class PausedCall(Generic[T]):
                 self._thread = thread
             self._turn.release()
             self._callers_turn.acquire()
-        except Exception:  # without memory no thread starts, and there is nobody to wait for
+        except Exception:  # the thread could not start, for lack of memory: there is nobody to wait for
             raise
-        except BaseException:  # the caller is interrupted, and nobody knows whether the function has its turn
+        except BaseException:  # the caller is interrupted, and may or may not have given the function its turn
             self._is_abandoned = True
             self.has_ended = True
-            self._turn.release()  # one that stands at a pause ends; the others see it at their next one
+            self._turn.release()  # a function that stands at a pause ends now; one that runs ends at its next pause
             raise
 
     def _work(self) -> None:

@@ -1,14 +1,14 @@
-"""What a model's processor makes of one picture, and its way from a process that may die to the server.
+"""What a model's processor makes of one picture, and how it travels from a process that may die to the server.
 
     image = PixelProcessor(processor).process(picture)   # a PIL image -> ProcessedImage
-    told = image.write(file)                             # tensors go to the file, and what they are to JSON
+    told = image.write(file)                             # writes the tensors to the file, and describes them for JSON
     same = ProcessedImage.read(told, file)
 
 A processor resizes and normalises pixels in Python, Pillow and NumPy, and holds the interpreter of its process for tens of
-milliseconds at a time. So pictures of strangers are processed where they are decoded (fa_serve/server/images), and tensors come
-back through memory that both processes share (shared_tensors.py).
+milliseconds at a time. So pictures of strangers are processed in the process that decodes them (server/images), and their
+tensors come back through memory that both processes share (shared_tensors.py).
 
-Left out: the prompt in which the picture stands (processor.py).
+Left out: the prompt that contains the picture (processor.py).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ALIGNMENT = 64  # bytes
 class ProcessedImage:
     """inputs: arguments of the towers, on the CPU; text: what stands for the picture in a prompt
 
-    key: hash of the picture's file and of who shares what is made of it; empty for a picture without a file
+    key: hash of the picture's file and of the salt of its request, which separates clients; empty for a picture without a file
     """
 
     inputs: Mapping[str, Tensor]
@@ -46,7 +46,7 @@ class ProcessedImage:
         return sum(x.nbytes for x in self.inputs.values())
 
     def write(self, file: int) -> dict[str, Any]:
-        """Write the tensors to this descriptor, at its place. Returns what `read` needs, as JSON can say it.
+        """Write the tensors to this file descriptor, at its current position. Returns what `read` needs, as JSON values.
 
         Raises OSError if they do not fit into the file.
         """
@@ -63,7 +63,7 @@ class ProcessedImage:
 
     @classmethod
     def read(cls, told: Mapping[str, Any], file: int, key: bytes = b"") -> ProcessedImage:
-        """The tensors of the file, which its writer has left. Raises ValueError for tensors that lie outside of it."""
+        """Read the image from a file whose writer has ended. Raises ValueError for tensors that lie outside of the file."""
         return cls(share_tensors(told, file), told["text"], key)
 
 
@@ -75,19 +75,19 @@ class PixelProcessor:
 
     @classmethod
     def of_model(cls, path: str, *, trust_remote_code: bool) -> PixelProcessor:
-        """Raises ParameterError, with the reason, for a model without a processor that takes images."""
+        """Load a model's processor. Raises ParameterError, with the reason, for a model without one that takes images."""
         from fa_serve.hf.processors import (
             load_processor,
-        )  # with transformers, which a server has not imported before its engine
+        )  # this imports transformers, which a server leaves to its engine
 
         return cls(load_processor(path, trust_remote_code=trust_remote_code))
 
     def process(self, image: Any) -> ProcessedImage:
-        """What the towers get of an image. It is processed alone, so that this does not depend on others.
+        """The towers' inputs for an image. It is processed by itself, so that they do not depend on other images.
 
-        image: of PIL in RGB, or (height, width, 3) uint8
+        image: a PIL image in RGB, or (height, width, 3) uint8
 
-        Raises ParameterError for an image that is refused, and MemoryError.
+        Raises ParameterError for an image that the processor refuses, and MemoryError.
         """
         from fa_serve.hf.processors import process_image
 
@@ -95,7 +95,7 @@ class PixelProcessor:
             inputs, text = process_image(self._processor, image)
         except (MemoryError, torch.OutOfMemoryError) as error:
             raise MemoryError from error
-        except Exception as error:  # whatever the code of a processor can raise for the shape of an image
+        except Exception as error:  # a processor's code may raise anything for the shape of an image
             told = f"{type(error).__name__}: {str(error)[:200]}"
             rule = f"hold images that the model's processor takes ({told})"
             raise ParameterError("images", rule, _described(image)) from error
@@ -103,7 +103,7 @@ class PixelProcessor:
 
 
 def _described(image: Any) -> str:
-    """What an error says of an image, in the 30 characters that it shows of a value."""
+    """How an error describes an image, within the 30 characters that it shows of a value."""
     shape = getattr(image, "shape", None) or getattr(image, "size", None)
     kind = "a picture" if hasattr(image, "mode") else "an array"
     return f"{kind} of {' x '.join(map(str, shape))}" if isinstance(shape, tuple) else f"type {type(image).__name__}"

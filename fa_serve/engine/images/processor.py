@@ -1,15 +1,15 @@
-"""A text and images as token ids and inputs of towers, by the model's own processor.
+"""Turns a text and images into token ids and inputs of the towers, with the model's own processor.
 
     maker = PromptMaker.of_model(config, reader)
     prompt = maker.prompt("<image>What is this?", [image])       # -> ImagePrompt
 
-The processor says what stands in the text in the place of an image, and writes the prompt: image tokens, what the model wants
-around them, and around the question. An image is processed alone, so that its inputs and its key do not depend on the prompt.
-Whether that comes to the same as processing all of them at once is found out when a processor is loaded: its own tokens for one
-image and for two are compared with these.
+The processor defines the text that stands for an image, and writes the prompt: the image tokens, and whatever the model wants
+around them and around the question. Each image is processed by itself, so that its inputs and its key do not depend on the
+prompt. To prove that this gives the same tokens as processing all images at once, they are compared with the processor's own
+tokens: for one image when a processor is loaded, and for two when the first prompt with several images arrives.
 
-Left out: where pictures come from, and whether they can be trusted: they are decoded images here, or have been processed where
-they were decoded (processed.py).
+Left out: where pictures come from, and whether they can be trusted. This module gets images that are decoded already, or that
+were processed where they were decoded (processed.py).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from fa_serve.kept_values import KeptValues
 from fa_serve.spec import ParameterError
 
 MAX_KEPT = 1024
-"""Processed images whose inputs are kept for as long as they are."""
+"""Processed images whose `ImageInput` is kept, for as long as the processed image itself exists."""
 PROBES = ((64, 64), (96, 160))
 """Height and width of the pictures with which a processor is tried."""
 
@@ -41,13 +41,13 @@ class PromptMaker:
     """Makes prompts of one model. Safe to use from any thread.
 
     reader:      turns texts into token ids
-    image_token: whose places in a prompt the model gives embeddings of images
+    image_token: the token that the model replaces with an embedding of an image
 
-    Raises ParameterError, with the reason, for a processor whose own tokens for an image are others.
+    Raises ParameterError, with the reason, for a processor whose own tokens for an image differ from those made here.
     """
 
     def __init__(self, processor: Any, reader: PromptReader, image_token: int) -> None:
-        from fa_serve.hf.processors import find_image_text, processor_identity  # with transformers, as in `load_processor_of`
+        from fa_serve.hf.processors import find_image_text, processor_identity  # imports transformers
 
         self.image_text = find_image_text(processor)
         self._processor = processor
@@ -65,7 +65,7 @@ class PromptMaker:
 
     @classmethod
     def of_model(cls, config: EngineConfig, reader: PromptReader) -> PromptMaker:
-        """With the processor of the model. Raises ParameterError, with the reason, for a model without one."""
+        """Load the processor of the model. Raises ParameterError, with the reason, for a model without one."""
         processor, image_token = load_processor_of(config)
         return cls(processor, reader, image_token)
 
@@ -73,9 +73,10 @@ class PromptMaker:
         self, text: str, images: Sequence[Any], *, special_tokens: bool = True, plain: Sequence[tuple[int, int]] = ()
     ) -> ImagePrompt:
         """special_tokens, plain: as `PromptReader.encode` takes them
-        images: PIL images, or what became of them, in the order of their places
+        images: PIL images, arrays (height, width, 3) uint8, or `ProcessedImage`, in the order of their places in the text
 
-        Raises ParameterError if the text has not as many places as there are images, and for an image that is refused.
+        Raises ParameterError if the text does not have exactly one place for each image, for an image that is refused, and for
+        several images if the processor writes other tokens for an image when there are several.
         """
         places = self.num_places(text, plain)
         if places != len(images):
@@ -90,18 +91,19 @@ class PromptMaker:
         return ImagePrompt(tokens, tuple(self._input(each) for each in made))
 
     def input_of(self, image: Any) -> ImageInput:
-        """What the towers get of an image, of PIL or (height, width, 3) uint8. Raises ParameterError if it is refused."""
+        """The towers' inputs for a PIL image or a (height, width, 3) uint8 array. Raises ParameterError if it is refused."""
         return self._input(self._pixels.process(image))
 
     def num_places(self, text: str, plain: Sequence[tuple[int, int]] = ()) -> int:
-        """In how many places an image stands. What a client has written is no place."""
+        """How many places for images the text has. Ranges in `plain` do not count: a client has written them."""
         begins = (found.start() for found in re.finditer(re.escape(self.image_text), text))
         return sum(not any(first <= begin < last for first, last in plain) for begin in begins)
 
     def _write(
         self, text: str, images: Sequence[ProcessedImage], special_tokens: bool, plain: Sequence[tuple[int, int]]
     ) -> list[int]:
-        """The tokens of a text as the processor writes it. Its names are hidden where they are plain text."""
+        """The tokens of a text as the processor writes it. A mark between all characters of `plain` ranges hides special names
+        in them from the processor."""
         from fa_serve.hf.processors import write_prompt
 
         if not images:
@@ -114,7 +116,7 @@ class PromptMaker:
             position = end
         try:
             written = write_prompt(self._processor, "".join([*pieces, text[position:]]), [each.text for each in images])
-        except Exception as error:  # whatever the code of a processor can raise for the order of tokens
+        except Exception as error:  # a processor's code may raise anything for the order of tokens
             told = f"{type(error).__name__}: {str(error)[:200]}"
             raise ParameterError("prompt", f"be a text that the model's processor takes ({told})", text) from error
         parts = [written.text]
@@ -127,11 +129,11 @@ class PromptMaker:
         return self._reader.encode("".join(parts), special_tokens and written.special_tokens, moved)
 
     def _input(self, image: ProcessedImage) -> ImageInput:
-        """One image for the towers. The pixels of a picture that came as a file are not hashed: its key tells what they are."""
+        """One image for the towers. The pixels of a picture that came as a file are not hashed: its key identifies them."""
         found = self._inputs.find(image, None)
         if found is not None:
             return found
-        # some of what stands for an image in a prompt is text around it
+        # the text that stands for an image in a prompt may surround the image tokens with other tokens, which do not count
         count = self._reader.encode(image.text, False).count(self._image_token)
         ids = torch.full((1, count), self._image_token)
         marks = torch.full_like(ids, int(self._marks_images), dtype=torch.int32)
@@ -143,18 +145,18 @@ class PromptMaker:
 
     @cached_property
     def _reason_against_two(self) -> str:
-        """Why a prompt has one image at most; empty if it may have more."""
+        """Why a prompt may have only one image; empty if it may have more."""
         return self._difference(2)
 
     def _difference(self, count: int) -> str:
-        """In what the processor's own prompt for so many images differs from one that is made here; empty if in nothing."""
+        """How the processor's own prompt for `count` images differs from the prompt made here; empty if they are equal."""
         from fa_serve.hf.processors import own_tokens, write_prompt
 
         pictures = [np.zeros((*size, 3), dtype=np.uint8) for size in PROBES[:count]]
         text = f"a{self.image_text} b" * count
         try:
             expected = own_tokens(self._processor, text, pictures)
-        except Exception as error:  # whatever the code of a processor can raise
+        except Exception as error:  # a processor's code may raise anything
             return f"it raises {type(error).__name__}: {str(error)[:200]}"
         texts = [self._pixels.process(picture).text for picture in pictures]
         written = write_prompt(self._processor, text, texts, checked=False)
@@ -163,14 +165,14 @@ class PromptMaker:
 
 
 def load_processor_of(config: EngineConfig) -> tuple[Any, int]:
-    """The processor of a model, and the token in whose places its embeddings of images stand.
+    """The processor of a model, and the token that its embeddings of images replace.
 
     Raises ParameterError, with the reason, for a model without them.
     """
     from fa_serve.hf.processors import (
         load_image_token,
         load_processor,
-    )  # with transformers, which a server has not imported yet
+    )  # this imports transformers, which a server has not imported yet
 
     path = config.model_path()
     processor = load_processor(path, trust_remote_code=config.trust_remote_code)
@@ -180,7 +182,7 @@ def load_processor_of(config: EngineConfig) -> tuple[Any, int]:
 def prepare_prompts(
     prompts: Sequence[str | Sequence[int]], images: Sequence[Sequence[Any]] | None, config: EngineConfig, reader: PromptReader
 ) -> tuple[list[str | Sequence[int]], list[Sequence[ImageInput]]]:
-    """Prompts as `Engine.add_request` takes them, and the images of each. The processor is loaded if a text has images."""
+    """Prompts as `Engine.add_request` takes them, and the images of each. Loads the processor only if a text has images."""
     if images is None:
         return list(prompts), [()] * len(prompts)
     for each in (images, *images) if isinstance(images, Sequence) else (images,):

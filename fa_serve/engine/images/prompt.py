@@ -1,10 +1,11 @@
-"""A prompt with images, as the engine takes it: tokens, what the towers are given, and what follows for pages and positions.
+"""A prompt with images, as the engine takes it: its tokens, the towers' inputs, and what images mean for pages and positions.
 
     image = ImageInput.of(inputs)                # what the model's processor makes of one image
-    prompt = ImagePrompt(tokens, (image,))       # tokens: with an image token in the place of each embedding
+    prompt = ImagePrompt(tokens, (image,))       # tokens: with one image token for each embedding
 
-An image is a list of places in the prompt. `PromptImages` says what the scheduler and the runner need of them: which places
-attend both ways and must be computed in one step, by which numbers pages are found again, and positions on several axes.
+An image occupies a list of places in the prompt. `PromptImages` holds what the scheduler and the runner need to know about the
+images: which places attend both ways and must be computed in one step, the numbers by which pages are hashed, and positions on
+several axes.
 
 Left out: pixels (processor.py) and embeddings (encoder.py). Nothing here needs torch: tensors are passed on.
 """
@@ -27,7 +28,7 @@ class ImageInput:
     """One image for the towers.
 
     key:    hash of its content and of how it was processed, 16 bytes
-    inputs: arguments of the model's forward for a prompt that holds this image alone, as tensors with a batch of 1
+    inputs: arguments of the model's forward for a prompt that holds only this image, as tensors with a batch of 1
     """
 
     key: bytes
@@ -35,7 +36,7 @@ class ImageInput:
 
     @classmethod
     def of(cls, inputs: Mapping[str, Any]) -> ImageInput:
-        """inputs: on the CPU"""
+        """Compute the key from the inputs. inputs: on the CPU"""
         content = blake2b(digest_size=16)
         for name in sorted(inputs):
             x = inputs[name]
@@ -62,20 +63,20 @@ class PlacedImage:
     places: NDArray[np.int64]
 
     def reduce_without_pixels(self) -> tuple[Any, ...]:
-        """For a pickle that does not need what the towers are given."""
+        """For pickles whose reader does not run the towers: of the inputs, only `input_ids` are kept."""
         return PlacedImage, (ImageInput(self.image.key, {"input_ids": self.image.inputs["input_ids"]}), self.places)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptImages:
-    """What the images of a prompt come to. It never changes.
+    """What the engine knows about the images of a prompt. It never changes.
 
     placed:    the images in order
-    content:   the prompt's tokens for the hashes of pages: an image token is a number that depends on the image and the place
-               within it
+    content:   the prompt's tokens as the hashes of pages take them: instead of an image token, a number that depends on the
+               image and on the place within it
     blocks:    (begin, end) of tokens that attend to each other both ways, ascending
-    positions: (axes, total) int64 of rotary embedding; None if they are the places
-    delta:     what is added to the places of the tokens after the prompt
+    positions: (axes, total) int64, for the rotary embedding; None if the position of each token is its place
+    delta:     added to the place of a token after the prompt to get its position
     """
 
     placed: tuple[PlacedImage, ...]
@@ -107,7 +108,7 @@ class PromptImages:
 
 @dataclass(frozen=True, slots=True)
 class ImagePiece:
-    """Some embeddings of an image in a step. first: the first of them; rows: tokens of the step that they replace, ascending"""
+    """Some embeddings of an image in a step. first: index of the first one; rows: tokens of the step they replace, ascending"""
 
     image: ImageInput
     first: int
@@ -115,7 +116,7 @@ class ImagePiece:
 
 
 def rows_of(pieces: Sequence[ImagePiece], num_tokens: int) -> NDArray[np.int64]:
-    """For each token of a step, which of the embeddings of these pieces, end to end, replaces its own; or -1."""
+    """For each token of a step, the index of the embedding that replaces its own, counting through all pieces; or -1."""
     rows = np.full(num_tokens, -1, dtype=np.int64)
     places = [row for piece in pieces for row in piece.rows]
     rows[places] = np.arange(len(places))
@@ -125,7 +126,7 @@ def rows_of(pieces: Sequence[ImagePiece], num_tokens: int) -> NDArray[np.int64]:
 def find_places(tokens: Sequence[int], images: Sequence[ImageInput], image_token: int) -> tuple[PlacedImage, ...]:
     """Which image tokens of a prompt belong to which image.
 
-    Raises ParameterError if the prompt has not as many of them as the images have embeddings.
+    Raises ParameterError if the number of image tokens differs from the number of embeddings of the images.
     """
     places = np.flatnonzero(np.asarray(tokens, dtype=np.int64) == image_token)
     counts = [int((image.inputs["input_ids"] == image_token).sum()) for image in images]
@@ -137,7 +138,7 @@ def find_places(tokens: Sequence[int], images: Sequence[ImageInput], image_token
 
 
 def content_of(tokens: Sequence[int], placed: Sequence[PlacedImage]) -> list[int]:
-    """The numbers that pages of a prompt are hashed by. No two images have the same ones, and no token has one of them."""
+    """The numbers by which pages of a prompt are hashed. No two images share a number, and none of them is a token id."""
     content = list(tokens)
     for each in placed:
         for place, number in zip(each.places.tolist(), _numbers_of(each.image.key, len(each.places)), strict=True):
@@ -146,13 +147,14 @@ def content_of(tokens: Sequence[int], placed: Sequence[PlacedImage]) -> list[int
 
 
 def content_of_prefix(tokens: Sequence[int], placed: Sequence[PlacedImage]) -> list[int]:
-    """The same for a prompt whose tokens all attend to each other: no page of it is that of a longer or another prompt."""
+    """The same for a prompt whose tokens all attend to each other: every number depends on the whole prompt, so that no longer
+    or other prompt finds its pages."""
     whole = blake2b(repr(content_of(tokens, placed)).encode(), digest_size=16).digest()
     return _numbers_of(whole, len(tokens))
 
 
 def _numbers_of(key: bytes, count: int) -> list[int]:
-    """So many numbers below 0 that depend on the key, and of which no other key has the same."""
+    """`count` negative numbers that depend on the key. No other key gets the same ones."""
     digest = shake_128(key).digest(8 * count)
     numbers: list[int] = (-1 - (np.frombuffer(digest, "<u8") >> np.uint64(1)).astype(np.int64)).tolist()
     return numbers

@@ -1,11 +1,11 @@
-"""Embeddings of images on several ranks: rank 0 runs the towers, and the other ranks get what it has made.
+"""Embeddings of images on several ranks: rank 0 runs the towers, and the other ranks get its results.
 
-    made = share_features(ranks, reader, images, lambda: encode(images))     # every rank, at the same point of a step
+    made = share_features(ranks, reader, images, lambda: encode(images))     # on every rank, at the same point of a step
 
-Rank 0 alone needs pixels, and it alone decides what has failed and what is still on its way through the towers. The others are
-told the shapes through the link, and get the numbers by a sum on the devices to which they add zeros. So every rank has the
-same bits, whatever its GPU rounds, and an image that fails does so on all ranks in the same step. If each rank ran the towers,
-all of them would take as long as one does.
+Only rank 0 needs pixels, and only rank 0 decides which images have failed and which are still on their way through the towers.
+It sends the shapes to the other ranks through their links. The values travel as a sum on the devices, to which the other ranks
+add zeros. So every rank has the same bits, however its GPU rounds, and an image that fails does so on all ranks in the same
+step. Running the towers on every rank would save no time: all of them would take as long as one.
 
 Left out: the cache of embeddings, which each rank has (encoder.py), and the sum (fa_serve.ops.collectives.all_reduce).
 """
@@ -26,7 +26,7 @@ Made = dict[bytes, ImageFeatures]
 
 
 class _Told(NamedTuple):
-    """What is told of one image. The fields are those of `ImageFeatures`, with the shape and the dtype of its tensors."""
+    """What rank 0 tells the others about one image: the fields of `ImageFeatures`, with shape and dtype instead of tensors."""
 
     key: bytes
     shape: torch.Size
@@ -39,7 +39,7 @@ class _Told(NamedTuple):
 def share_features(
     ranks: Ranks, reader: ImageReader, images: Sequence[ImageInput], make: Callable[[], Made | None]
 ) -> Made | None:
-    """What `make` comes to on rank 0, by the keys of these images; None if they are still on their way. Others do not call it.
+    """The result of `make` on rank 0, by image key; None while the images are on their way. Other ranks do not call `make`.
 
     Raises EngineDeadError if the ranks are out of step, and AllReduceError if another one has ended.
     """
@@ -68,7 +68,7 @@ def _describe(key: bytes, features: ImageFeatures) -> _Told:
 
 
 def _sum_of(ranks: Ranks, part: Tensor | None, told: _Told, device: torch.device) -> Tensor:
-    """The sum over the ranks, of which rank 0 alone has a part."""
+    """The sum over the ranks of a part that only rank 0 has. The others add zeros."""
     assert ranks.all_reduce is not None
     own = torch.zeros(told.shape, dtype=told.dtype, device=device) if part is None else part.contiguous()
     return ranks.all_reduce(own)

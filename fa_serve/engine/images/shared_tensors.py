@@ -1,14 +1,14 @@
-"""Tensors of an image in memory that processes share, from the process that decodes to the one that runs the towers.
+"""Tensors of an image in shared memory, on their way from the process that decodes to the process that runs the towers.
 
     inputs = share_tensors(told, file)       # a mapping of names to tensors; told: what `ProcessedImage.write` returned
-    connection.send(inputs)                  # of multiprocessing: the descriptor goes to the other process, and no pixels
+    connection.send(inputs)                  # of multiprocessing: sends the file descriptor, and no pixels
 
-The process that decodes has written the tensors into a file without a name. The server seals the file, so that nobody can
-change it any more, and passes it on: pixels are written once, and the server does not even map them. A file is closed with the
-last mapping of it. The memory is that of the kernel's own file system, because /dev/shm of a container may have as little as
-64 MB.
+The process that decodes writes the tensors into an anonymous file (memfd). The server seals the file, so that nobody can change
+it any more, and passes it on: pixels are written once, and the server does not even map them. The memory is freed with the last
+descriptor and the last mapping of the file. It belongs to a file system inside the kernel, not to /dev/shm, because /dev/shm of
+a container may have as little as 64 MB.
 
-Other pickles, such as those of Ray, hold the tensors themselves. A system without seals gets copies.
+Other pickles, such as those of Ray, contain the tensors themselves. On a system without seals the tensors are copied.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from torch import Tensor
 
 
 class SharedTensors(Mapping[str, Tensor]):
-    """Owner of the descriptor of a sealed file. Writing to one of the tensors changes it for this process alone.
+    """Owner of the descriptor of a sealed file. Writing to one of the tensors changes it only in this process.
 
     described: name, dtype, shape and place (bytes from the beginning) of each tensor
-    length:    bytes of the file that they lie in
-    num_bytes: memory of the file, also what was written outside of the tensors
+    length:    bytes of the file that hold the tensors, from the beginning
+    num_bytes: memory of the whole file, including what was written outside of the tensors
     """
 
     def __init__(self, file: int, described: Sequence[Mapping[str, Any]], length: int) -> None:
@@ -56,7 +56,7 @@ class SharedTensors(Mapping[str, Tensor]):
 
     @cached_property
     def _tensors(self) -> dict[str, Tensor]:
-        # private, so that torch gets memory which may be written to
+        # a private mapping, because torch wants writable memory and the file is sealed
         return _map_tensors(self._file, self._described, self._length, mmap.MAP_PRIVATE)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -74,11 +74,11 @@ def _open_shared(file: Any, described: Sequence[Mapping[str, Any]], length: int)
 
 
 def share_tensors(told: Mapping[str, Any], file: int) -> Mapping[str, Tensor]:
-    """The tensors of a file whose writer has ended, as they are now, whatever becomes of the descriptor.
+    """The tensors of a file whose writer has ended, as they are now. The caller may close the descriptor afterwards.
 
-    told: `inputs`, as SharedTensors has `described`, and `bytes`
+    told: what `ProcessedImage.write` returned: `inputs`, which is `described` of SharedTensors, and `bytes`, its `length`
 
-    Raises ValueError if they lie outside of the file: a process that a picture has taken over may tell anything.
+    Raises ValueError if they lie outside of the file: a process that a malicious picture has taken over may claim anything.
     """
     described = {each["name"]: each for each in told["inputs"]}
     length = max(int(told["bytes"]), 1)
@@ -94,7 +94,7 @@ def share_tensors(told: Mapping[str, Any], file: int) -> Mapping[str, Tensor]:
 
 
 def _has_sealed(file: int) -> bool:
-    """Let nobody write to the file any more. False if the system cannot do that, or while a process has it mapped."""
+    """Seal the file against writes. Returns False if the system has no seals, or while a process has it mapped for writing."""
     if not hasattr(fcntl, "F_SEAL_WRITE"):
         return False
     try:

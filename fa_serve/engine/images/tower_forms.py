@@ -1,19 +1,19 @@
-"""What a layer of a vision tower is given, taken apart into tensors and a form that recurs.
+"""The arguments of a layer of a vision tower, taken apart into tensors and a form that recurs.
 
-    call = LayerCall.of(names_of(layer), args, kwargs, device)       # raises NoFormError for what has no form
-    call.key                                 # equal for calls that one CUDA graph serves
+    call = LayerCall.of(names_of(layer), args, kwargs, device)       # raises NoFormError if they have no form
+    call.key                                 # equal for calls that one CUDA graph can serve
     memory = call.allocate()                 # a tensor of the form's shape for each of `call.tensors`
     call.copy_to(memory[0], 0)
     layer(**call.arguments(memory))
     call.cut(output)                         # without the rows of padding
 
-Towers that read images end to end are given rows of patches, the borders between images or windows (`cu_seqlens`), and the
-length of the longest. These have padding:
+Towers that read images end to end take rows of patches, the borders between images or windows (`cu_seqlens`), and the length of
+the longest image or window. All three are padded:
 
-- rows, up to one of ROWS_PER_OCTAVE sizes for each power of two. They lie behind the last border, where attention reads nothing
-  and writes zeros or nothing; everything else in a layer computes each row by itself;
-- borders, up to one of BORDERS_PER_OCTAVE sizes: the last one is repeated, which are empty sequences;
-- the longest, up to a power of two, because kernels choose tiles by powers of two, and it is only a bound.
+- rows, up to one of ROWS_PER_OCTAVE sizes for each power of two. Rows of padding lie past the last border, where attention
+  reads nothing and writes zeros or nothing; everything else in a layer computes each row by itself;
+- borders, up to one of BORDERS_PER_OCTAVE sizes: the last border is repeated, which adds empty sequences;
+- the length of the longest, up to a power of two. It is only an upper bound, and kernels choose tiles by powers of two.
 
 Left out: graphs (tower_graphs.py).
 """
@@ -31,7 +31,7 @@ from torch import Tensor, nn
 from fa_serve.hf.adapter.masks import ImplicitMask
 
 ROWS_PER_OCTAVE = 8
-"""An image of 1,600 patches has 64 rows of padding. Padding is computed, so there are more sizes than of borders."""
+"""An image of 1,600 patches has 64 rows of padding. Rows of padding are computed, so rows have more sizes than borders."""
 BORDERS_PER_OCTAVE = 4
 FEWEST_ROWS = 64
 _BORDERS = "cu_seqlens"
@@ -40,15 +40,15 @@ _ROTARY = "position_embeddings"
 _VALUES = (int, float, bool, str, type(None), torch.dtype, torch.device)
 
 Tree = tuple[Any, Any]
-"""(type, value) of what is no tensor, (Tensor, number) of a tensor, and (type, trees) of what holds others."""
+"""(Tensor, index) for a tensor, (type, trees) for a container, and (type, value) for any other value."""
 
 
 class NoFormError(Exception):
-    """Why a call has no form."""
+    """A call has no form, for the reason in the message."""
 
 
 def take_apart(value: Any, tensors: list[Tensor]) -> Tree:
-    """What a value is but for its tensors, which are added to a list. Raises NoFormError for types that are not known."""
+    """The structure of a value without its tensors, which are appended to `tensors`. Raises NoFormError for unknown types."""
     kind = type(value)
     if isinstance(value, Tensor):
         tensors.append(value)
@@ -78,7 +78,7 @@ def put_together(tree: Tree, tensors: Sequence[Tensor]) -> Any:
 
 
 def names_of(layer: nn.Module) -> tuple[str, ...] | None:
-    """The names of the arguments that a layer takes without them, or None for a layer whose arguments have none."""
+    """The names of a layer's positional arguments in order; None if the layer takes positional arguments without names."""
     kinds = inspect.Parameter
     parameters = inspect.signature(layer.forward).parameters.values()
     if any(each.kind in (kinds.VAR_POSITIONAL, kinds.POSITIONAL_ONLY) for each in parameters):
@@ -87,7 +87,7 @@ def names_of(layer: nn.Module) -> tuple[str, ...] | None:
 
 
 def rounded(count: int, per_octave: int) -> int:
-    """The next size, of which there are so many between a power of two and the next one."""
+    """`count` rounded up to the next size. There are `per_octave` sizes between two powers of two."""
     unit = max((1 << max(count - 1, 0).bit_length()) // (2 * per_octave), 1)
     return -(-count // unit) * unit
 
@@ -96,12 +96,12 @@ def rounded(count: int, per_octave: int) -> int:
 class LayerCall:
     """The arguments of one call.
 
-    tree:      what they are but for the tensors, with the longest sequence rounded up
+    tree:      their structure without the tensors, with the length of the longest sequence rounded up if there is padding
     tensors:   as they were given, the hidden states first
-    shapes:    of the form, for each tensor
-    borders:   the number of the tensor that has the borders; -1 without padding
-    rows:      of the hidden states, of which a form has more; 0 without padding
-    constants: the numbers of the tensors that are the same for all layers of a forward
+    shapes:    the shape that each tensor has in the form, with padding
+    borders:   index of the tensor that holds the borders; -1 without padding
+    rows:      rows of the hidden states before padding; 0 without padding
+    constants: indices of the tensors that are the same for all layers of a forward
     """
 
     tree: Tree
@@ -113,7 +113,7 @@ class LayerCall:
 
     @classmethod
     def of(cls, names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device) -> LayerCall:
-        """names: of arguments that are given without one. Raises NoFormError"""
+        """names: of the layer's positional arguments. Raises NoFormError if the call has no form"""
         if len(args) > len(names):
             raise NoFormError("arguments without names")
         named = dict(zip(names, args, strict=False)) | dict(kwargs)
@@ -137,15 +137,15 @@ class LayerCall:
 
     @property
     def key(self) -> Any:
-        """What calls have in common that one graph serves."""
+        """Equal for all calls that one graph can serve."""
         strides = () if self.rows else tuple(x.stride() for x in self.tensors)
         return self.tree, self.shapes, strides, tuple(x.dtype for x in self.tensors)
 
     def allocate(self) -> list[Tensor]:
-        """Memory for each tensor, with numbers of which none is infinite or NaN."""
+        """Memory in the form's shape for each tensor. It holds zeros, so that padding is never infinite or NaN."""
         pairs = zip(self.tensors, self.shapes, strict=True)
-        with torch.inference_mode(False):  # so that it may be written outside of that mode as well
-            # a transposed tensor keeps its strides, because what the layer returns may have them
+        with torch.inference_mode(False):  # so that it may be written outside of inference mode as well
+            # a transposed tensor keeps its strides, because the layer's output may have the same strides
             return [torch.zeros_like(x) if x.shape == shape else x.new_zeros(shape) for x, shape in pairs]
 
     def copy_to(self, memory: Tensor, number: int) -> None:
@@ -164,7 +164,7 @@ class LayerCall:
         return given
 
     def cut(self, output: Tensor) -> Tensor:
-        """What a layer returns, without the rows of padding. Raises ValueError for what does not have the rows of the form."""
+        """A layer's output without the rows of padding. Raises ValueError if its rows are not those of the form."""
         if not self.rows:
             return output
         if not output.ndim or len(output) != self.shapes[0][0]:
@@ -173,7 +173,7 @@ class LayerCall:
 
 
 def _constants(named: Mapping[str, Any]) -> list[Any]:
-    """What a tower computes once for all its layers."""
+    """The arguments that a tower computes once for all its layers."""
     rotary = named.get(_ROTARY)
     return [named.get(_BORDERS), *(rotary if isinstance(rotary, tuple | list) else (rotary,))]
 

@@ -1,22 +1,22 @@
-"""CUDA graphs of the layers of vision towers: each layer by itself, so that the model's own loop and its pauses stay.
+"""CUDA graphs of the layers of vision towers, one for each layer, so that the model's own loop and the pauses in it remain.
 
     graphs = TowerGraphs(reader.blocks, reader.device)
     with graphs.replaying():                 # in forwards of this thread
         reader.encode_all(images)
     graphs.clear()                           # weights lie elsewhere, or are gone
 
-A layer of a tower is about 35 launches, between which a GPU waits for a slow host. While images are encoded, a layer that is
-given tensors of a form that it was given before is captured, and replayed from then on. What it is given is copied into the
-memory that its graph reads, and what it returns is a copy, which models keep as they like: a list of several layers' outputs,
-features for inner layers. Tensors that are the same for all layers of a forward are copied once. Layers of one form share this
-memory, and all graphs share one pool.
+A layer of a tower is about 35 launches, and a GPU waits between them if the host is slow. A layer is captured the second time
+that its arguments have the same form, and replayed from then on. Its arguments are copied to the memory that its graph reads.
+Its outputs are returned as copies, because models may keep them: in a list of several layers' outputs, or as features for inner
+layers. Tensors that are the same for all layers of a forward are copied once. Layers of one form share the memory of their
+arguments, and all graphs share one pool.
 
 A form is the shapes and dtypes of the tensors, and the values of all other arguments. Towers that read images end to end
-(`cu_seqlens`) have as many forms as there are sums of sizes, so these are padded (tower_forms.py).
+(`cu_seqlens`) would have a form for each total size of a batch, so these sizes are padded (tower_forms.py).
 
-The first replay of a graph is compared with what the layer's own code has computed. A form that differs, or that cannot be
-captured, is launched as before, and the log says so. At most MAX_FORMS are kept, within MAX_GRAPH_BYTES: those that were used
-longest ago are freed. Left out: how a graph is captured (runner/cuda_graphs.py), and what a model does between its layers.
+The first replay of a graph is compared with the result of the layer's own code. A form whose results differ, or that cannot be
+captured, is launched without a graph, and the log says so. At most MAX_FORMS forms are kept, within MAX_GRAPH_BYTES; the least
+recently used are freed first. Left out: how a graph is captured (runner/cuda_graphs.py), and what a model does between layers.
 """
 
 from __future__ import annotations
@@ -40,25 +40,25 @@ from fa_serve.hf.images import num_recorded_outputs
 log = logging.getLogger("fa_serve.engine")
 
 REPLAYS_TOWERS = True
-"""Whether an engine on a GPU makes these graphs. On an H200 one image after the other is encoded 1.6 times as fast
-with them (docs/log/2026-11.md, 2026-11-30; benchmarks/engine/bench_images.py has the switch)."""
+"""Whether an engine on a GPU makes these graphs. On an H200, encoding images one after the other is 1.6 times as fast with them
+(docs/log/2026-11.md, 2026-11-30; benchmarks/engine/bench_images.py has the switch)."""
 MAX_FORMS = 48
 """Forms with graphs. A tower with windows has two for each size of picture."""
 MAX_GRAPH_BYTES = 1 << 30
-"""Memory of all forms and of the pool, as far as it grew in captures."""
+"""Bound on the memory of all forms together with what captures have added to the pool."""
 MAX_TENSOR_BYTES = 32 << 20
-"""A layer that is given more at once keeps a GPU busy while the next launches come."""
+"""A layer whose arguments are larger is not captured: it keeps a GPU busy while the host launches the next kernels."""
 MAX_KNOWN = 8
-"""Calls of one forward that are told by the identity of what they are given."""
+"""Calls of one forward that are recognised by the identity of their arguments."""
 MAX_SEEN = 8 * MAX_FORMS
-"""Forms without graphs of which is known which layers have met them."""
+"""Forms that are remembered. Of forms without graphs, only the layers that have met them are known."""
 
 Capture = Callable[[Callable[[], None], Any, nn.Module], tuple[Callable[[], None], Any]]
 
 
 @dataclass(slots=True)
 class _Static:
-    """Memory that graphs read. given: the tensor whose numbers it has, if these are not copied again while it is the same"""
+    """Memory that graphs read. given: the tensor it was copied from, if that need not be copied again in this forward"""
 
     memory: Tensor
     given: Tensor | None = None
@@ -66,7 +66,7 @@ class _Static:
 
 @dataclass(slots=True)
 class _Graph:
-    """outputs: of what it writes, the memory of each tensor"""
+    """returned: structure of the layer's result; outputs: the memory of each tensor that the graph writes"""
 
     replay: Callable[[], None]
     returned: Tree
@@ -75,11 +75,11 @@ class _Graph:
 
 @dataclass(slots=True, eq=False)
 class _Form:
-    """What layers share that are given tensors of one form.
+    """What the layers whose arguments have one form share.
 
-    statics: None before the first capture
-    met:     the layers that were given it
-    outputs: memory for what layers return, by its place, shape and dtype
+    statics: memory for the arguments; None before the first capture
+    met:     the layers that have been called with it
+    outputs: memory for what layers return, by index, shape and dtype
     """
 
     statics: list[_Static] | None = None
@@ -90,11 +90,11 @@ class _Form:
 
     @property
     def num_bytes(self) -> int:
-        """Of its memory beside the pool."""
+        """Bytes of its memory outside of the pool."""
         return sum(x.nbytes for x in (*(each.memory for each in self.statics or ()), *self.outputs.values()))
 
     def free(self) -> None:
-        """Keep that it was met, and nothing else."""
+        """Free everything, and only remember which layers have met the form."""
         self.statics = None
         self.graphs.clear()
         self.outputs.clear()
@@ -102,7 +102,7 @@ class _Form:
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """A call of this forward, without its hidden states. kept: what it was given, so that nothing else gets its identity"""
+    """A call of this forward, without its hidden states. kept: its arguments, alive so that no other object gets their ids"""
 
     form: _Form
     call: LayerCall
@@ -156,9 +156,9 @@ class TowerGraphs:
 
     @contextmanager
     def replaying(self) -> Iterator[None]:
-        """Inside, forwards of this thread replay the layers that have graphs, and capture those whose form comes again.
+        """Inside, forwards of this thread replay the layers that have graphs, and capture those whose form occurs again.
 
-        Forwards of other threads are not touched. They may have this context as well, as long as one of them runs at a time.
+        Forwards of other threads are not touched. Several threads may be in this context, as long as only one runs at a time.
         """
         thread = threading.get_ident()
         if not self._threads:
@@ -189,7 +189,7 @@ class TowerGraphs:
         self._originals.clear()
 
     def _run(self, block: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """What a layer returns."""
+        """Compute a layer, by its graph if it has one. Returns what the layer returns."""
         if threading.get_ident() not in self._threads or torch.is_grad_enabled():
             return original(*args, **kwargs)
         found = self._find(self._names[block], args, kwargs)
@@ -206,7 +206,7 @@ class TowerGraphs:
         return self._compute_and_capture(block, original, form, call, lambda: original(*args, **kwargs))
 
     def _find(self, names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[_Form, LayerCall] | None:
-        """The form of a call, or None. The layers of a forward are given the same objects, but for the hidden states."""
+        """The form of a call, or None. All layers of a forward get the same objects, except for the hidden states."""
         hidden = args[0] if args else None
         key = None
         if isinstance(hidden, Tensor):
@@ -237,7 +237,7 @@ class TowerGraphs:
         return put_together(graph.returned, [call.cut(x).clone() for x in graph.outputs])
 
     def _fill(self, statics: list[_Static], call: LayerCall) -> None:
-        """Copy what a layer is given to where its graph reads it."""
+        """Copy a layer's arguments to the memory that its graph reads."""
         for number, (static, given) in enumerate(zip(statics, call.tensors, strict=True)):
             if static.given is given:
                 continue
@@ -247,7 +247,7 @@ class TowerGraphs:
     def _compute_and_capture(
         self, block: nn.Module, original: Callable[..., Any], form: _Form, call: LayerCall, compute: Callable[[], Any]
     ) -> Any:
-        """What a layer returns, and a graph of it for the next time."""
+        """Compute a layer by its own code, and capture a graph for the next call. Returns what the layer returns."""
         num_recorded = num_recorded_outputs()
         returned = compute()
         tensors: list[Tensor] = []
@@ -256,23 +256,23 @@ class TowerGraphs:
             if num_recorded_outputs() != num_recorded:
                 raise NoFormError("the model records what is computed within it")
             if not all(bool(x.isfinite().all()) for x in tensors):
-                return returned  # a picture of which nothing can be compared
+                return returned  # with NaN or infinities, results cannot be compared
             graph = self._captured(block, original, form, call)
             self._replay_first(graph, call, tree, tensors)
-        except Exception as error:  # whatever the code of a model raises in a capture; Triton's errors are no RuntimeErrors
+        except Exception as error:  # a model's code may raise anything in a capture; Triton's errors are no RuntimeErrors
             reason = f"{type(error).__name__}: {error}"
         else:
             form.graphs[block] = graph
             self._evict(call.key)
             return returned
-        # outside of the handler, whose error keeps the memory of the forward
+        # outside of the handler, because its error keeps the memory of the forward alive
         log.warning("a %s of the tower is launched without a CUDA graph for one form: %s", type(block).__name__, reason)
         self._free(form)
         form.is_refused = True
         return returned
 
     def _captured(self, block: nn.Module, original: Callable[..., Any], form: _Form, call: LayerCall) -> _Graph:
-        """A graph of a layer, which has not been replayed."""
+        """Capture a graph of a layer, without replaying it."""
         if form.statics is None:
             form.statics = [_Static(x) for x in call.allocate()]
         self._fill(form.statics, call)
@@ -295,7 +295,7 @@ class TowerGraphs:
         return _Graph(replay, returned[0], [*outputs])
 
     def _replay_first(self, graph: _Graph, call: LayerCall, tree: Tree, expected: Sequence[Tensor]) -> None:
-        """Raises ValueError if a graph comes to something else than the layer's own code."""
+        """Replay a new graph. Raises ValueError if its result differs from that of the layer's own code."""
         graph.replay()
         found = [call.cut(x) for x in graph.outputs]
         if graph.returned != tree or not all(_agree(*both) for both in zip(expected, found, strict=True)):
@@ -305,16 +305,16 @@ class TowerGraphs:
         """Memory for a tensor that a layer returns."""
         key = (number, x.shape, x.dtype)
         if key not in form.outputs:
-            with torch.inference_mode(False):  # so that it may be written outside of that mode as well
+            with torch.inference_mode(False):  # so that it may be written outside of inference mode as well
                 form.outputs[key] = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
         return form.outputs[key]
 
     def _reserved(self) -> int:
-        """Bytes that PyTorch has taken from the device."""
+        """Bytes that PyTorch has reserved on the device."""
         return torch.cuda.memory_reserved(self._device) if self._device.type == "cuda" else 0
 
     def _evict(self, key: Any) -> None:
-        """Keep to the bounds. key: of the form that was used last"""
+        """Free forms until the bounds are met. key: of the newest form, which is freed if it exceeds them by itself"""
         for other, form in [*self._forms.items()]:
             if self.num_forms <= self._max_forms and self.num_bytes <= self.max_bytes:
                 return
@@ -328,7 +328,7 @@ class TowerGraphs:
             form.is_refused = True
 
     def _forget_seen(self) -> None:
-        """Bound the forms that have no graphs."""
+        """Forget the oldest form without graphs if there are too many forms."""
         if len(self._forms) <= MAX_SEEN:
             return
         oldest = next((key for key, form in self._forms.items() if not form.graphs), None)
@@ -348,7 +348,7 @@ class TowerGraphs:
 
 
 def _agree(expected: Tensor, found: Tensor) -> bool:
-    """Whether two results differ by roundings alone, as for other sizes of a product."""
+    """Whether two results differ only by roundings, as the same product does in other sizes."""
     if (expected.shape, expected.dtype, expected.stride()) != (found.shape, found.dtype, found.stride()):
         return False
     if not expected.is_floating_point():

@@ -1,11 +1,11 @@
-"""What work takes that is queued on a stream beside other work.
+"""How long work on a stream takes while other streams are busy.
 
     watch = Stopwatch(stream)                # None for a device without streams
     ...                                      # queues work on the stream
     watch.stop()
     seconds = watch.seconds()                # waits for the work
 
-Where streams share a device, this is more than the work holds up the other ones: the time includes what it waits for them.
+Where streams share a device, this time is longer than the work delays the other streams, because it includes waiting for them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 
 class Stopwatch:
-    """Runs from its making on. Without a stream, work is done when the call that does it returns."""
+    """Starts when it is made. Without a stream it reads the host's clock, because each call returns when its work is done."""
 
     def __init__(self, stream: torch.cuda.Stream | None) -> None:
         self._stream = stream
@@ -29,7 +29,7 @@ class Stopwatch:
         self._mark()
 
     def seconds(self) -> float:
-        """Of the device, when it has done the work. To be called after `stop`."""
+        """Seconds from the start to `stop`, as the device measures them. Waits for the work. Call `stop` before."""
         if self._stream is None:
             begin, end = self._times
             return end - begin

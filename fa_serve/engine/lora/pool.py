@@ -2,14 +2,14 @@
 
     pool = LoraPool(num_slots=16, num_pages=64, max_outer_bytes=1 << 30, loader=loader)
     pool.join(adapter)                       # one more sequence has it, and will end with `leave`
-    pool.hold(adapter)                       # it takes it; False if there is no room now
-    pool.is_ready(adapter)                   # its weights are there; raises what loading raised
+    pool.hold(adapter)                       # this sequence holds it from now on; False if there is no room now
+    pool.is_ready(adapter)                   # whether its weights are loaded; raises what loading raised
     pool.slot(adapter)
     pool.release(adapter)
 
-An adapter that a sequence holds stays where it is. Those that none holds stay as well, until another one needs their room; the
-least recently used one goes first. `hold` starts to load an adapter that is not there, in the loader's thread. Left out: who
-waits for what (scheduler/adapter_seats.py).
+An adapter that a sequence holds stays in memory. An adapter that no sequence holds stays as well, until another one needs its
+room; the least recently used one goes first. If the adapter is not in memory, `hold` starts to load it in the loader's thread.
+Left out: which sequences wait for which adapter (scheduler/adapter_seats.py).
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """One adapter, as it was loaded: another load under the same name makes another one. Ranks send it to each other.
+    """One adapter, as it was loaded: another load under the same name makes another `Adapter`. Ranks send it to each other.
 
-    number:      of the load, or of its content; no other adapter of the engine, or none with another content, has it
-    num_pages:   of the pool
-    outer_bytes: that it takes on the device beside its pages
+    number:      of the load, which no other adapter of the engine has; or of its content, which only equal adapters share
+    num_pages:   pages of the pool that it takes
+    outer_bytes: bytes that it takes on the device outside of its pages
     is_eager:    steps with it run without CUDA graphs
-    serial:      of the load, which no other adapter of the engine has
+    serial:      number of the load, which no other adapter of the engine has
     """
 
     name: str
@@ -42,13 +42,13 @@ class Loader(Protocol):
     """Fills the memory of the device."""
 
     def settle(self) -> None:
-        """Take note of the loads that have ended, which `is_done` tells from now on. All ranks call it at the same point."""
+        """Record which loads have ended: `is_done` reports them from now on. All ranks call it at the same point."""
 
     def start(self, adapter: Adapter, slot: int, pages: list[int]) -> None:
-        """Begin to load an adapter into a slot and pages that no step launched from now on reads."""
+        """Begin to load an adapter into a slot and pages. No step that is launched before `is_done` is true reads them."""
 
     def is_done(self, adapter: Adapter) -> bool:
-        """Whether it is loaded, as `settle` has found. Raises what loading has raised."""
+        """Whether the adapter is loaded, as of the last `settle`. Raises what loading has raised."""
 
     def evicted(self, adapter: Adapter, slot: int) -> None:
         """The adapter has no memory any more."""
@@ -69,7 +69,7 @@ class _Place:
 
 @dataclass(slots=True)
 class LoraPool:
-    """Owner of slots and pages. Every operation is O(1) per page, beside evictions."""
+    """Owner of slots and pages. Every operation is O(1) per page, apart from evictions."""
 
     num_slots: int
     num_pages: int
@@ -97,7 +97,7 @@ class LoraPool:
         return len(self._places) - len(self._idle)
 
     def is_used(self, adapter: Adapter) -> bool:
-        """Whether a sequence has it, which may still wait for room."""
+        """Whether a sequence has the adapter, or waits for room for it."""
         return adapter in self._users
 
     def join(self, adapter: Adapter) -> None:
@@ -105,7 +105,7 @@ class LoraPool:
         self._users[adapter] += 1
 
     def leave(self, adapter: Adapter) -> None:
-        """One sequence less has it."""
+        """One sequence fewer has the adapter."""
         self._users[adapter] -= 1
         if not self._users[adapter]:
             del self._users[adapter]
@@ -116,7 +116,7 @@ class LoraPool:
         return self._places[adapter].slot
 
     def hold(self, adapter: Adapter) -> bool:
-        """One more sequence takes the adapter, which is loaded unless it is there. Returns False if there is no room now."""
+        """One more sequence holds the adapter. Loads it if it is not in memory. Returns False if there is no room now."""
         if adapter not in self._places and not self._place(adapter):
             return False
         self._places[adapter].references += 1
@@ -131,7 +131,7 @@ class LoraPool:
         return place.ready
 
     def release(self, adapter: Adapter) -> None:
-        """One sequence less holds the adapter. It stays where it is, unless it could not be loaded."""
+        """One sequence fewer holds the adapter. It stays in memory, unless it could not be loaded."""
         place = self._places[adapter]
         if place.references == 0:
             raise RuntimeError(f"cannot release adapter {adapter.name!r}: no sequence holds it")
@@ -142,12 +142,12 @@ class LoraPool:
                 self.drop(adapter)
 
     def drop(self, adapter: Adapter) -> None:
-        """The adapter will not be asked for again: its memory is free, unless a sequence holds it."""
+        """The adapter will not be asked for again: free its memory, unless a sequence holds it or it is still being loaded."""
         if adapter in self._idle and self._settled(adapter):
             self._evict(adapter)
 
     def release_all(self) -> None:
-        """No sequence has anything."""
+        """No sequence is left, so none has or holds an adapter."""
         for adapter in [*self._users]:
             self._users[adapter] = 1
             self.leave(adapter)
@@ -156,7 +156,7 @@ class LoraPool:
             self._idle[adapter] = None
 
     def check_integrity(self, held: list[Adapter]) -> None:
-        """Assert that each slot and page has one owner, and that the references are those of the sequences' adapters."""
+        """Assert that each slot and page has one owner, and that references agree with `held`, one entry for each sequence."""
         slots = self._slots + [place.slot for place in self._places.values()]
         pages = self._pages + [page for place in self._places.values() for page in place.pages]
         assert sorted(slots) == list(range(self.num_slots)), "a slot of an adapter is lost"
@@ -167,7 +167,7 @@ class LoraPool:
         assert self._outer_bytes == sum(adapter.outer_bytes for adapter in self._places)
 
     def _place(self, adapter: Adapter) -> bool:
-        """Give an adapter a slot and pages, and begin to load it. Returns False if others hold too much."""
+        """Give an adapter a slot and pages, and begin to load it. Returns False if adapters in use leave too little room."""
         idle = [each for each in self._idle if self._settled(each)]
         free_pages = len(self._pages) + sum(len(self._places[each].pages) for each in idle)
         used_bytes = self._outer_bytes - sum(each.outer_bytes for each in idle)

@@ -1,19 +1,19 @@
 """Adapters by name, their tier on the host, and the thread that loads them into the device's memory.
 
     store = AdapterStore(memory, host_bytes=4 << 30)
-    store.load("french", folder)             # reads it; `begin` does that before, in a thread
+    store.load("french", folder)             # reads it, unless `begin` has started to do so in a thread
     adapter = store.find("french")
     pool = store.pool                        # asks this store to load
     store.remove("french")                   # sequences that have it finish with it
 
-The tier on the host keeps adapters in memory that nobody else has. If it is full, those that were asked for least recently
-are dropped, and read from their folder again when a sequence needs them. A folder whose files have changed is refused, because
-the prefix cache has what was computed with the older ones. On a GPU, copies have a separate stream, on which they wait
-for the steps that were launched before.
+The host tier keeps adapters in memory of its own. If it is full, the least recently used adapters are dropped, and read from
+their folder again when a sequence needs them. A folder whose files have changed is then refused, because the prefix cache holds
+keys and values that were computed with the older files. On a GPU, copies run on a separate stream, where they wait for the
+steps that were launched before.
 
-With several ranks, each has a store with what it keeps of each adapter. All are told the same, so that names, slots and pages
-are the same. What depends on files and threads is decided by all of them together: an adapter is served if every rank has read
-it, and it is there when every rank has loaded it (`settle`). Left out: who may load what, which is the server's business.
+With several ranks, each rank has a store with its own part of each adapter. All stores get the same calls, so that names, slots
+and pages are the same. What depends on files and threads is decided by all ranks together: an adapter is served if every rank
+has read it, and counts as loaded when every rank has loaded it (`settle`). Left out: who may load what (the server decides).
 """
 
 from __future__ import annotations
@@ -47,29 +47,29 @@ log = logging.getLogger("fa_serve.engine")
 FileFacts = tuple[tuple[int, int], ...]
 """The state of the files of an adapter (`file_facts`)."""
 MAX_ADAPTERS = 4096
-"""Names that an engine knows at once."""
+"""The most names that an engine knows at once."""
 LOAD_SECONDS = 0.01
-"""How long a step without work waits at most for an adapter that is being loaded."""
+"""The longest time that a step without work waits for an adapter that is being loaded."""
 
 
 def _start_thread(name: str) -> ThreadPoolExecutor:
-    """A thread in which PyTorch computes with that thread alone.
+    """A thread in which PyTorch computes without further threads.
 
-    An adapter is hundreds of small tensors. For each, PyTorch would wake a thread of each processor and wait for all of them:
-    beside other work that takes milliseconds a tensor, and seconds an adapter.
+    An adapter is hundreds of small tensors. For each of them, PyTorch would wake a thread for each processor and wait for all
+    of these threads. While other work runs, that takes milliseconds per tensor, and seconds per adapter.
     """
     before = torch.get_num_threads()
     thread = ThreadPoolExecutor(1, name, initializer=torch.set_num_threads, initargs=(1,))
     thread.submit(torch.get_num_threads).result()
-    torch.set_num_threads(before)  # which is what other threads begin with
+    torch.set_num_threads(before)  # the thread has also changed the number that new threads begin with
     return thread
 
 
 class _Read(NamedTuple):
-    """What reading an adapter has come to on one rank.
+    """The result of reading an adapter on one rank.
 
-    refusal: why it is not served; "" if it is
-    content: of its files; 0 if it was not asked for
+    refusal: why this rank refuses the adapter; "" if it does not
+    content: the number of its content; 0 if adapters are not numbered by content
     """
 
     refusal: str
@@ -81,9 +81,9 @@ class _Read(NamedTuple):
 class AdapterStore:
     """Owner of the names and of the adapters on the host. Only `read` may be called from other threads than the engine's.
 
-    host_bytes: of the tier on the host, which holds one adapter at least
-    by_content: adapters are numbered by their content, so that a later engine, and other ranks, know what an adapter computes
-    ranks:      among which the model is divided
+    host_bytes: budget of the host tier, which holds at least one adapter whatever its size
+    by_content: number adapters by their content, so that a later engine and other ranks recognise what an adapter computes
+    ranks:      the ranks that the model is divided among
     """
 
     def __init__(self, memory: LoraMemory, host_bytes: int, *, by_content: bool = False, ranks: Ranks | None = None) -> None:
@@ -96,7 +96,7 @@ class AdapterStore:
         self._folders: dict[Adapter, tuple[Path, FileFacts]] = {}
         self._host: OrderedDict[Adapter, PackedLora] = OrderedDict()  # the least recently used one first
         self._loads: dict[Adapter, Future[PackedLora]] = {}
-        self._ended: dict[Adapter, str] = {}  # the loads that have ended on every rank, and why one has failed
+        self._ended: dict[Adapter, str] = {}  # loads that have ended on every rank, and why they failed; "" if not
         self._numbers = count(1)
         self._serials = count(1)
         self._readings: dict[int, Future[tuple[PackedLora, FileFacts]]] = {}
@@ -109,7 +109,8 @@ class AdapterStore:
 
     @classmethod
     def make(cls, model: Any, config: EngineConfig, ranks: Ranks) -> AdapterStore:
-        """The store of a model whose layers are fused, with the adapters of the settings. Raises as `LoraMemory` and `load`."""
+        """The store of a model whose layers are fused, with the adapters that the settings name. Raises as `LoraMemory` and
+        `load`."""
         pages = config.max_num_seqs * -(-config.max_lora_rank // PAGE_RANKS)
         memory = LoraMemory(model, budget=config.lora_budget, max_rank=config.max_lora_rank, max_pages=pages)
         store = cls(memory, config.lora_host_bytes, by_content=config.kv_host_folder is not None, ranks=ranks)
@@ -117,12 +118,12 @@ class AdapterStore:
             name, folder = each.split("=", 1)
             try:
                 store.load(name, folder)
-            except ParameterError as error:  # which names the layer, and of several adapters not which one has it
+            except ParameterError as error:  # the error names the layer, but not the adapter
                 raise ParameterError("lora", f"name adapters that the model can take: {error}", each) from None
         return store
 
     def __str__(self) -> str:
-        """What there is, for the report of the start."""
+        """The size of the adapters' memory, for the report of the start."""
         memory = self.memory
         return f"{memory.num_pages} pages of {PAGE_RANKS} ranks, {memory.bytes_per_page / 2**20:.4g} MiB each"
 
@@ -139,11 +140,11 @@ class AdapterStore:
             raise ParameterError("lora_name", f"be one of {MAX_ADAPTERS} names at most: unload an adapter first", name)
 
     def read(self, folder: str | Path) -> PackedLora:
-        """Read and check an adapter, behind those that are being read. Raises as `read_adapter` and `LoraMemory.pack`."""
+        """Read and check an adapter, after those that are being read. Raises as `read_adapter` and `LoraMemory.pack`."""
         return self._reader.submit(self._read, folder).result()[0]
 
     def _read(self, folder: str | Path) -> tuple[PackedLora, FileFacts]:
-        """The adapter, and the state of its files, which nobody has changed meanwhile."""
+        """Read an adapter. Returns it with the state of its files. Raises ParameterError if they change while they are read."""
         before: FileFacts = ()
         with suppress(OSError, TypeError):  # `read_adapter` says which file is missing, or that this is no path
             before = file_facts(folder)
@@ -154,7 +155,8 @@ class AdapterStore:
         return packed, after
 
     def pack(self, adapter: LoraAdapter) -> PackedLora:
-        """The same for an adapter that is in memory, such as one in training, as it is now."""
+        """Copy and check an adapter that is in memory, such as one in training, as it is now. Raises as `LoraMemory.pack`, and
+        ParameterError for numbers that are not finite."""
         packed = self._packed(adapter)
         packed.own()
         if not all(is_finite(each.a) and is_finite(each.b) for parts in packed.parts.values() for each in parts):
@@ -173,7 +175,7 @@ class AdapterStore:
         return number
 
     def when_read(self, number: int, then: Callable[[], None]) -> None:
-        """Call a function, in any thread, when this rank has read what it has begun to read."""
+        """Call `then`, in any thread, when this rank has finished the reading with this number."""
         self._readings[number].add_done_callback(lambda _: then())
 
     def load(self, name: str, folder: str | Path, reading: int | None = None) -> Adapter:
@@ -182,7 +184,7 @@ class AdapterStore:
         reading: what `begin` has returned. Raises as `read`, on all ranks if one of them raises.
         """
         failure: Exception | None = None
-        try:  # whatever happens on this rank, the others wait for what it says
+        try:  # whatever happens on this rank, the others wait for its result in `gather`
             begun = None if reading is None else self._readings.pop(reading)
             self.check_name(name)
             packed, facts = (begun or self._reader.submit(self._read, folder)).result()
@@ -201,7 +203,7 @@ class AdapterStore:
         return self._serve(name, (Path(folder), facts), packed, outer_bytes, any(each.is_eager for each in found))
 
     def add(self, name: str, packed: PackedLora) -> Adapter:
-        """Serve an adapter that is in memory, and stays on the host. Raises ParameterError with several ranks."""
+        """Serve an adapter that is in memory, and keep it on the host. Raises ParameterError with several ranks."""
         self.check_name(name)
         if self._ranks.size > 1:
             raise ParameterError("adapter", "be loaded from a folder with tensor_parallel above 1", name)
@@ -215,9 +217,9 @@ class AdapterStore:
         outer_bytes: int,
         is_eager: bool,
     ) -> Adapter:
-        """Serve an adapter under a name from now on, also if another one has it, which is removed.
+        """Serve an adapter under a name from now on. If another adapter has the name, that one is removed.
 
-        origin: the folder where it can be read again, and the state of its files; None keeps it on the host
+        origin: the folder from which it can be read again, and the state of its files; None: the host tier never drops it
         """
         number = packed.content or next(self._numbers)
         adapter = Adapter(name, number, packed.num_pages, outer_bytes, is_eager, next(self._serials))
@@ -230,13 +232,13 @@ class AdapterStore:
         return adapter
 
     def remove(self, name: str) -> None:
-        """Serve no more requests under this name. Those that have the adapter keep it. Raises as `find`."""
+        """Serve no new requests under this name. Requests that have the adapter keep it. Raises as `find`."""
         adapter = self.find(name)
         del self._names[name]
         self.unused(adapter)
 
     def find(self, name: str) -> Adapter:
-        """The adapter of this name. Raises ParameterError without one."""
+        """The adapter of this name. Raises ParameterError if there is none."""
         adapter = self._names.get(name)
         if adapter is None:
             known = ", ".join(self.names[:8]) or "none is loaded"
@@ -244,7 +246,7 @@ class AdapterStore:
         return adapter
 
     def is_served(self, adapter: Adapter) -> bool:
-        """Whether requests may still come for it."""
+        """Whether new requests may still ask for the adapter."""
         return self._names.get(adapter.name) == adapter
 
     def wait(self) -> None:
@@ -253,7 +255,7 @@ class AdapterStore:
         self._changed.clear()
 
     def start(self, adapter: Adapter, slot: int, pages: list[int]) -> None:
-        """As in `Loader`: in the thread, read it if it is not on the host, and copy it."""
+        """As in `Loader`: a thread reads the adapter if it is not in the host tier, and copies it to the device."""
         packed = self._host.get(adapter)
         if packed is not None:
             self._host.move_to_end(adapter)
@@ -266,7 +268,7 @@ class AdapterStore:
         self._loads[adapter].add_done_callback(lambda _: self._changed.set())
 
     def settle(self) -> None:
-        """As in `Loader`: a load has ended when it has on every rank, and has failed if it has on one."""
+        """As in `Loader`: a load has ended when it has ended on every rank, and has failed if it has failed on any rank."""
         pending = [adapter for adapter in self._loads if adapter not in self._ended]
         if not pending:
             return
@@ -281,9 +283,9 @@ class AdapterStore:
         if failure is None:
             return False
         if failure:
-            self._loads[adapter].result()  # raises what this rank has met
+            self._loads[adapter].result()  # raises this rank's own error, if it has one
             raise _refused(adapter.name, failure)
-        packed = self._loads.pop(adapter).result()  # whose memory belongs to the tier, and not to the load
+        packed = self._loads.pop(adapter).result()  # the tier keeps the memory, so the load must not
         del self._ended[adapter]
         if adapter not in self._host and (self.is_served(adapter) or self.pool.is_used(adapter)):
             self._keep(adapter, packed)
@@ -296,14 +298,14 @@ class AdapterStore:
         self.memory.clear(slot)
 
     def unused(self, adapter: Adapter) -> None:
-        """As in `Loader`: drop what is kept of an adapter that nobody may ask for any more."""
+        """As in `Loader`: drop everything of an adapter that is not served any more, unless a sequence has it."""
         if not self.is_served(adapter) and not self.pool.is_used(adapter):
             self.pool.drop(adapter)
             self._host.pop(adapter, None)
             self._folders.pop(adapter, None)
 
     def close(self) -> None:
-        """End the threads, after what they do."""
+        """End the threads after their current tasks. Queued tasks are cancelled."""
         self._thread.shutdown(cancel_futures=True)
         self._reader.shutdown(cancel_futures=True)
 
@@ -331,8 +333,8 @@ class AdapterStore:
         return packed
 
     def _is_unchanged(self, adapter: Adapter) -> bool:
-        """Whether nobody has written over the files of an adapter, in which its matrices may lie. Files that are removed stay
-        as long as they are mapped."""
+        """Whether nobody has overwritten the files of an adapter, from which its matrices may be mapped. Removed files count as
+        unchanged, because they exist as long as they are mapped."""
         folder, facts = self._folders.get(adapter, (None, ()))
         try:
             return folder is None or file_facts(folder) == facts
@@ -340,10 +342,10 @@ class AdapterStore:
             return True
 
     def _keep(self, adapter: Adapter, packed: PackedLora) -> None:
-        """Keep an adapter on the host, and drop others that can be read again while they are too many."""
+        """Put an adapter into the host tier. While the tier is above its budget, drop others that can be read again."""
         self._host[adapter] = packed
         if packed.borrows:
-            # behind the first token, which can be computed from the file
+            # copied in another thread: the first token can be computed from the mapped file, and need not wait for this
             self._reader.submit(packed.own, partial(self._is_unchanged, adapter))
         total = sum(each.num_bytes for each in self._host.values())
         for other in [*self._host]:
@@ -354,7 +356,7 @@ class AdapterStore:
 
 
 def _outcome(load: Future[PackedLora]) -> str | None:
-    """What a load has come to: None while it runs, "" when it has ended, and otherwise why it has failed."""
+    """The outcome of a load: None while it runs, "" if it has succeeded, and otherwise why it has failed."""
     if not load.done():
         return None
     error = load.exception()

@@ -1,4 +1,4 @@
-"""A rank other than 0, as its engine sees the ranks: what it is told comes through the link from rank 0.
+"""The ranks, as the engine of a rank other than 0 sees them: its calls arrive through the link from rank 0.
 
     ranks = Follower(connection)
     ranks.start()                                # joins the others
@@ -32,11 +32,11 @@ T = TypeVar("T")
 
 
 class Follower:
-    """A rank other than 0. `tell` does nothing, because a follower makes calls and gives none.
+    """A rank other than 0. `tell` does nothing, because a follower carries out calls and sends none.
 
-    local_rank: among the ranks of this machine, if torchrun has started it; None for a child of rank 0
+    local_rank: its number among the ranks of this machine, if torchrun has started it; None for a child of rank 0
 
-    If the link from rank 0 closes, this process ends at once, whatever it waits for. `start` joins the other ranks.
+    If the link from rank 0 closes, this process ends at once, even while it waits. `start` joins the other ranks.
     """
 
     def __init__(self, connection: Connection, local_rank: int | None = None) -> None:
@@ -56,9 +56,9 @@ class Follower:
         threading.Thread(target=_listen, args=(connection, self._messages), name="fa_serve-rank-0", daemon=True).start()
 
     def start(self) -> None:
-        """Join the other ranks. Rank 0 waits in its sums once it is told that this rank is ready.
+        """Join the other ranks. Once rank 0 hears that this rank is ready, it waits for it in the constructor of AllReduce.
 
-        Raises EngineDeadError for another release of fa_serve, and ParameterError if there are not enough devices.
+        Raises EngineDeadError if rank 0 runs another release of fa_serve, and ParameterError if there are not enough devices.
         """
         host = self._hello.host
         if self._hello.version != __version__:
@@ -72,7 +72,7 @@ class Follower:
         self.all_reduce = AllReduce(store, self.rank, self.size, self.device, host=host, ordered=ordered)
 
     def calls(self) -> Iterator[tuple[str, Any]]:
-        """(name, arguments) of the calls that rank 0 was given, until it ends. Raises EngineDeadError if the digests differ."""
+        """(name, arguments) of the calls that rank 0 sends, until it ends. Raises EngineDeadError if the digests differ."""
         while True:
             call, args = self._messages.get()
             if call == "stop":
@@ -88,13 +88,13 @@ class Follower:
             yield call, args
 
     def tell(self, call: str, *args: Any) -> None:
-        """Rank 0 tells the others."""
+        """Nothing to do: only rank 0 tells the others."""
 
     def end_step(self) -> None:
-        """Rank 0 knows whether the step was interrupted."""
+        """Nothing to do: only rank 0 needs to know whether the step was interrupted."""
 
     def broadcast(self, what: str, make: Callable[[], T]) -> T:
-        """What rank 0 has decided. `make` is not called."""
+        """The value that rank 0 has sent. `make` is not called. Raises EngineDeadError if rank 0 has sent something else."""
         kind, value = self._messages.get()
         if kind != what:
             raise EngineDeadError(f"it waits for {what!r} of rank 0, which has sent {kind!r}: the ranks are out of step")
@@ -107,7 +107,7 @@ class Follower:
         return self.broadcast("gather", lambda: [value])
 
     def add_to_digest(self, numbers: Iterable[int]) -> None:
-        """Take numbers that must be the same on every rank into the digest."""
+        """Add numbers that must be the same on every rank to the digest."""
         self._digest = hash((self._digest, *numbers))
 
     def escalate(self, error: Exception) -> None:
@@ -130,7 +130,7 @@ class Follower:
             self._connection.send(EngineDeadError(f"rank {self.rank} of {self.size} failed: {text}"))
 
     def close(self) -> None:
-        """Nothing to do: this process ends now. NCCL would wait for rank 0 to leave the group, and rank 0 for this process."""
+        """Nothing to do: this process ends now. Leaving NCCL's group would wait for rank 0, which waits for this process."""
 
 
 def _listen(connection: Connection, messages: queue.SimpleQueue[tuple[str, Any]]) -> None:

@@ -1,13 +1,13 @@
-"""What a process of a rank other than 0 does: it loads the engine and makes the calls that rank 0 sends.
+"""The process of a rank other than 0: it loads the engine and carries out the calls that rank 0 sends.
 
     python -m fa_serve.engine.parallel.follower_main <descriptor of the pipe from rank 0>
 
     engine = open_engine(config)                 # scripts that run on every rank of torchrun
     follow_if_told(config)                       # other entry points, before they make an engine
 
-Entry points ask whether this process is to follow, and no constructor does: a follower ends with rank 0, so these functions do
-not return there. It ignores the signals that end rank 0 in its own time. Left out: how ranks talk (leader.py, follower.py), and
-how torchrun's processes find each other (torchrun.py).
+Entry points ask whether this process is to follow, and constructors do not: a follower's process ends with rank 0, so these
+functions do not return on a follower. It ignores SIGINT and SIGTERM, because rank 0 handles them and ends its followers itself.
+Left out: how ranks talk (leader.py, follower.py), and how torchrun's processes find each other (torchrun.py).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("fa_serve.engine")
 MAY_REFUSE = ("submit", "read_adapter", "load_adapter", "unload_adapter")
-"""Calls whose exceptions refuse what they were given, on every rank, and nothing else."""
+"""Calls that may raise an exception only to refuse their arguments, on every rank. The engine goes on afterwards."""
 
 
 def open_engine(
@@ -56,7 +56,7 @@ def open_engine(
 
 
 def follow_if_told(config: EngineConfig) -> None:
-    """Return on rank 0, and without torchrun. On another rank of torchrun, follow rank 0 until it ends, and end this process.
+    """Return on rank 0, and without torchrun. On another rank of torchrun, follow rank 0 until it ends, then end this process.
 
     Raises ParameterError, and EngineDeadError if rank 0 is not found.
     """
@@ -72,7 +72,7 @@ def follow_if_told(config: EngineConfig) -> None:
 
 def follow(connection: Connection, local_rank: int | None = None) -> int:
     """Run an engine until rank 0 ends. Returns the exit code."""
-    with importing(freeze=True):  # the engine, which rank 0 may run in another process
+    with importing(freeze=True):  # not at the top: rank 0 may run its engine in another process
         from fa_serve.engine.engine import Engine
         from fa_serve.engine.parallel.follower import Follower
     ranks = Follower(connection, local_rank)

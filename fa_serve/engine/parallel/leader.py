@@ -1,6 +1,6 @@
-"""Rank 0 of several: it starts the followers or meets those of torchrun, sends them its calls, and notices their end.
+"""Rank 0 of several: it starts the followers or meets those of torchrun, sends them its calls, and notices when they end.
 
-    ranks = open_ranks(config)                   # what `Engine` calls; with one rank that is `Alone`
+    ranks = open_ranks(config)                   # called by `Engine`; with one rank, this returns `Alone`
     leader = Leader(config)
     leader.start()
 
@@ -38,7 +38,7 @@ CAUSE_SECONDS = 2.0
 
 
 def open_ranks(config: EngineConfig, on_lost: OnLost | None = None) -> Ranks:
-    """The rank of a process that does not follow: the only one, or rank 0, whose followers run when this returns.
+    """The rank of a process that does not follow: the only rank, or rank 0. Its followers run when this returns.
 
     on_lost: called once, from a thread, when a follower ends although it was not told to
 
@@ -61,7 +61,7 @@ def open_ranks(config: EngineConfig, on_lost: OnLost | None = None) -> Ranks:
 class Leader:
     """Rank 0. Owner of the links to the followers, and of their processes unless torchrun has started them.
 
-    torchrun: what has started this process and the others; without it, `start` starts the others
+    torchrun: describes the processes, if torchrun has started this one and the others; None: `start` starts the others
     on_lost:  as in `open_ranks`
     """
 
@@ -86,7 +86,7 @@ class Leader:
         self._finalizer = weakref.finalize(self, kill_all, self._links)
 
     def start(self) -> None:
-        """Start the followers or meet them, and join them. Raises as `open_ranks`."""
+        """Start the followers, or wait until those of torchrun connect, and join them. Raises as `open_ranks`."""
         check_devices(self._config, self._torchrun.local_size if self._torchrun else self.size)
         try:
             self._join_followers()
@@ -97,7 +97,7 @@ class Leader:
     def tell(self, call: str, *args: Any) -> None:
         """Let the followers make a call of the engine. A step carries the digest.
 
-        Raises EngineDeadError if the step before has not come to its end: Ctrl-C may have ended it on this rank alone.
+        Raises EngineDeadError if the previous step did not finish: Ctrl-C may have ended it on this rank only.
         """
         if self._in_step and self._failure is None:
             self._failure = EngineDeadError("a step was interrupted: the ranks are out of step")
@@ -107,11 +107,11 @@ class Leader:
         self._send(call, (self._digest,) if call == "step" else args)
 
     def end_step(self) -> None:
-        """The step has come to its end."""
+        """The step has finished."""
         self._in_step = False
 
     def broadcast(self, what: str, make: Callable[[], T]) -> T:
-        """A value that every rank shall have. Followers ask for the same at the same point."""
+        """Send a value to every rank. Followers ask for `what` at the same point."""
         value = make()
         self._send(what, value)
         return value
@@ -121,11 +121,11 @@ class Leader:
         return self.broadcast("gather", lambda: [value, *(self._reply(link) for link in self._links)])
 
     def add_to_digest(self, numbers: Iterable[int]) -> None:
-        """Take numbers that must be the same on every rank into the digest."""
+        """Add numbers that must be the same on every rank to the digest."""
         self._digest = hash((self._digest, *numbers))
 
     def escalate(self, error: Exception) -> None:
-        """Raise EngineDeadError, because an error of one rank leaves the others without it."""
+        """Raise EngineDeadError, because the other ranks cannot go on without a rank that has failed."""
         if self._failure is None:
             self._is_lost.wait(CAUSE_SECONDS)
             mine = f"rank 0 of {self.size} failed: {type(error).__name__}: {error}"
@@ -139,7 +139,7 @@ class Leader:
 
     @contextlib.contextmanager
     def starting(self) -> Iterator[None]:
-        """Around the start of the engine: if it fails, the followers end, and one that has caused the failure is named."""
+        """The context of the engine's start. If it fails, the followers end, and a follower that has caused it is named."""
         try:
             yield
         except BaseException as error:
@@ -152,7 +152,7 @@ class Leader:
                 self.close()
 
     def close(self) -> None:
-        """End the followers: after the step that they are in, or at once if a rank has failed or a step was interrupted."""
+        """End the followers: after their current step, or at once if a rank has failed or a step was interrupted."""
         self._closing = True
         if self._failure is None and not self._in_step and not self._is_lost.is_set():
             with contextlib.suppress(EngineDeadError):
@@ -219,7 +219,7 @@ class _Pickler(pickle.Pickler):
 
 
 def _pickled(value: Any) -> bytes:
-    """What the followers get of a value."""
+    """A value, in the form in which it is sent to followers."""
     file = io.BytesIO()
     _Pickler(file).dump(value)
     return file.getvalue()

@@ -31,8 +31,8 @@ from fa_serve.engine.config import EngineConfig
 class Hello:
     """The first message to a follower.
 
-    host, port:  of the store at which the ranks meet for their sums
-    num_threads: of PyTorch, whose number may change the last bits of a result
+    host, port:  of the store through which the ranks set up their sums
+    num_threads: how many threads PyTorch uses, which may change the last bits of a result
     version:     of fa_serve, which must be the same on all machines
     """
 
@@ -46,12 +46,12 @@ class Hello:
 
 @dataclass(slots=True)
 class Link:
-    """Rank 0's end of a follower.
+    """Rank 0's end of the link to a follower.
 
-    process: a child of this process; None if torchrun has started it
-    host:    the address of its machine, if torchrun has started it
-    replies: what it has sent
-    closed:  whether its end of the connection is closed
+    process: the follower, if it is a child of this process; None if torchrun has started it
+    host:    the address of the follower's machine, if torchrun has started it
+    replies: what the follower has sent
+    closed:  set when the follower's end of the connection is closed
     """
 
     rank: int
@@ -62,7 +62,7 @@ class Link:
     closed: threading.Event = field(default_factory=threading.Event)
 
     def wait(self, seconds: float) -> None:
-        """Wait until the follower has ended, but not longer than this."""
+        """Wait until the follower has ended, for at most `seconds`."""
         if self.process is None:
             self.closed.wait(seconds)
             return
@@ -70,7 +70,7 @@ class Link:
             self.process.wait(seconds)
 
     def describe_end(self, size: int) -> str:
-        """How the follower, one of so many ranks, has ended."""
+        """How the follower, one of `size` ranks, has ended."""
         if self.process is None:
             return f"rank {self.rank} of {size} on {self.host} has ended, or its machine cannot be reached"
         return f"rank {self.rank} of {size} ended with exit code {self.process.returncode}"

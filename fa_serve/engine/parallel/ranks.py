@@ -6,13 +6,13 @@
     x = ranks.all_reduce(x)                      # tensors are added up on the devices
     ranks.close()
 
-Each rank schedules, computes, samples and commits by itself. Rank 0 sends the calls that it is given, and what depends on
+Each rank schedules, computes, samples and commits by itself. Rank 0 sends the calls that it gets, and values that depend on
 clocks, random bits or threads, through a link to each follower. It waits for an answer only where all ranks must have done
-something, as at the start and while an adapter is loaded (`gather`). Nothing is sent for a token.
-Each step begins with a digest of what rank 0 has scheduled and sampled before, and a follower whose digest differs ends with an
+something, for example at the start and while an adapter is loaded (`gather`). Nothing is sent per token.
+Each step begins with a digest of what rank 0 has scheduled and sampled so far, and a follower whose digest differs ends with an
 error.
 
-A rank that ends takes the others with it: a follower ends when its link does, and rank 0 learns from the link that a follower
+A rank that ends takes the others with it: a follower ends when its link closes, and rank 0 learns from the link that a follower
 has ended. Left out: how the ranks talk (leader.py, follower.py), what is divided (fa_serve.hf.surgery.divide.plan), and the
 sums themselves (fa_serve.ops.collectives.all_reduce).
 """
@@ -35,9 +35,9 @@ OnLost = Callable[[EngineDeadError], None]
 
 
 class Ranks(Protocol):
-    """What an engine needs to know of its rank and of the others.
+    """What an engine needs to know about its rank and the others.
 
-    local_rank: among the ranks of this machine
+    local_rank: the number of this rank among the ranks of this machine
     all_reduce: adds a tensor up over the ranks; None with one rank
     """
 
@@ -51,32 +51,32 @@ class Ranks(Protocol):
         """Rank 0 lets the followers make a call of the engine. Raises EngineDeadError if that is not possible any more."""
 
     def end_step(self) -> None:
-        """The step that was told has come to its end."""
+        """The step that `tell` announced has finished."""
 
     def broadcast(self, what: str, make: Callable[[], T]) -> T:
-        """What `make` returns on rank 0. Every rank asks for the same at the same point."""
+        """What `make` returns on rank 0. Every rank asks for the same `what` at the same point."""
 
     def gather(self, value: T) -> list[T]:
-        """The values of all ranks, in their order, for which rank 0 waits. Every rank asks for the same at the same point."""
+        """The values of all ranks, in their order. Rank 0 waits for them. Every rank calls this at the same point."""
 
     def add_to_digest(self, numbers: Iterable[int]) -> None:
-        """Take numbers that must be the same on every rank into the digest."""
+        """Add numbers that must be the same on every rank to the digest."""
 
     def escalate(self, error: Exception) -> None:
-        """Raise EngineDeadError, because an error of one rank leaves the others without it. With one rank, do nothing."""
+        """Raise EngineDeadError, because other ranks cannot go on without one that has failed. With one rank, do nothing."""
 
     def check_lost(self) -> None:
         """Raise EngineDeadError if another rank has ended, because sums that were aborted have undefined values."""
 
     def starting(self) -> AbstractContextManager[None]:
-        """Around the start of the engine, whose failure ends all ranks."""
+        """The context of the engine's start. If the start fails, all ranks end."""
 
     def close(self) -> None:
         """End the other ranks."""
 
 
 class Alone:
-    """The only rank: there is nobody to tell and to wait for."""
+    """The only rank: there are no others to tell or to wait for."""
 
     rank = 0
     size = 1
@@ -88,41 +88,41 @@ class Alone:
         self._closed = False
 
     def tell(self, call: str, *args: Any) -> None:
-        """Nobody is told. Raises EngineDeadError after `close`."""
+        """There are no other ranks to tell. Raises EngineDeadError after `close`."""
         if self._closed:
             raise EngineDeadError("the engine was closed")
 
     def end_step(self) -> None:
-        """Nobody waits for it."""
+        """Nothing to do: no other rank waits for it."""
 
     def broadcast(self, what: str, make: Callable[[], T]) -> T:
         """What `make` returns."""
         return make()
 
     def gather(self, value: T) -> list[T]:
-        """The value alone."""
+        """This value only."""
         return [value]
 
     def add_to_digest(self, numbers: Iterable[int]) -> None:
-        """There is nobody to compare with, so the numbers are not even counted."""
+        """Nothing to do: there is no other rank to compare with."""
 
     def escalate(self, error: Exception) -> None:
-        """The error concerns this rank alone."""
+        """Nothing to do: the error concerns only this rank."""
 
     def check_lost(self) -> None:
-        """There is nobody to lose."""
+        """Nothing to do: there is no other rank to lose."""
 
     def starting(self) -> AbstractContextManager[None]:
         """Nothing to do."""
         return nullcontext()
 
     def close(self) -> None:
-        """Later calls fail."""
+        """Let later calls of `tell` fail."""
         self._closed = True
 
 
 def check_devices(config: EngineConfig, num_ranks: int) -> None:
-    """Raise ParameterError unless this machine has a device for each of so many ranks."""
+    """Raise ParameterError unless this machine has a device for each of `num_ranks` ranks."""
     device = config.resolve_device()
     if device not in ("cpu", "cuda"):
         rule = "be auto, cpu or cuda with tensor_parallel, which takes the first GPUs of CUDA_VISIBLE_DEVICES"

@@ -2,7 +2,7 @@
 
     torchrun --nnodes 2 --nproc-per-node 1 ... -m fa_serve serve MODEL --tensor-parallel 2      # on each machine
 
-    torchrun = Torchrun.find(config)             # None: nobody but rank 0 runs, and it starts the others
+    torchrun = Torchrun.find(config)             # None: only rank 0 runs so far, and it starts the others
     torchrun.accept(links)                       # rank 0
     connection = torchrun.connect()              # the others
 
@@ -35,27 +35,27 @@ log = logging.getLogger("fa_serve.engine")
 
 KEY = "FA_SERVE_RANK_KEY"
 MIN_KEY = 16
-"""Characters of the secret. Who can read the challenge on the wire can try all short ones."""
+"""The fewest characters of the secret. Anybody who can read the challenge on the wire can try all short secrets."""
 START_SECONDS = 600.0
 """How long the ranks may take to find each other."""
 HANDSHAKE_SECONDS = 5
-"""How long one who connects may be silent before it has proved that it knows the secret."""
+"""How long a process that connects may be silent before it has proved that it knows the secret."""
 PROBE_SECONDS = 5
-"""Time between two probes of a silent machine, of which PROBES may stay without an answer."""
+"""Time between two probes of a silent machine. It counts as lost after PROBES probes without an answer."""
 PROBES = 3
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _STRANGER = (AuthenticationError, OSError, EOFError, AssertionError, ValueError)
-"""What the challenge raises for one who does not know the secret, or speaks another protocol."""
+"""What the challenge raises for a process that does not know the secret, or that speaks another protocol."""
 
 
 @dataclass(frozen=True, slots=True)
 class Torchrun:
     """What the environment says about this process.
 
-    local_rank, local_size: among the ranks of this machine
+    local_rank, local_size: the number of this rank among the ranks of this machine, and how many these are
     host, port: MASTER_ADDR and MASTER_PORT
     has_store:  whether torchrun listens on the port with a store; otherwise rank 0 listens there
-    attempt:    how often torchrun has started all ranks again
+    attempt:    how often torchrun has restarted all ranks
     """
 
     rank: int
@@ -97,7 +97,7 @@ class Torchrun:
     def accept(self, links: list[Link]) -> None:
         """Wait until all followers have connected, and put a link to each into `links`, in the order of ranks. For rank 0.
 
-        One who does not know the secret is turned away. Raises EngineDeadError if a rank does not come.
+        A process that does not know the secret is refused. Raises EngineDeadError if a rank does not connect in time.
         """
         secret = _secret()
         limit = time.monotonic() + START_SECONDS
@@ -127,7 +127,7 @@ class Torchrun:
         links.sort(key=lambda link: link.rank)
 
     def connect(self) -> Connection:
-        """Connect to rank 0, and wait until it is there. For the other ranks. Raises EngineDeadError."""
+        """Wait until rank 0 listens, and connect to it. For the other ranks. Raises EngineDeadError."""
         secret = _secret()
         where = f"rank 0 at {self.host}"
         limit = time.monotonic() + START_SECONDS
@@ -156,7 +156,7 @@ class Torchrun:
 
     @property
     def _name(self) -> str:
-        """Where rank 0's port is in torchrun's store."""
+        """The key of rank 0's port in torchrun's store."""
         return f"fa_serve/{self.attempt}/port"
 
     def _listener(self) -> socket.socket:
@@ -178,7 +178,7 @@ def _secret() -> bytes:
 
 
 def _connection(raw: socket.socket) -> Connection:
-    """The socket as a connection of multiprocessing, whose other end may not be silent for HANDSHAKE_SECONDS."""
+    """The socket as a connection of multiprocessing. A read fails if the other end is silent for HANDSHAKE_SECONDS."""
     raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     raw.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     options = {
@@ -196,6 +196,6 @@ def _connection(raw: socket.socket) -> Connection:
 
 
 def _set_silence(connection: Connection, seconds: int) -> None:
-    """How long a read waits; 0 is for ever."""
+    """Set how long a read waits; 0 waits for ever."""
     with socket.socket(fileno=os.dup(connection.fileno())) as raw:
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", seconds, 0))

@@ -8,7 +8,7 @@
     params     what a request asks for, and what a loaded encoder is
     inputs     texts, pairs of texts and token ids become checked token ids
     batches    which inputs are computed together: by tokens, with clients that take turns
-    pipeline   from a batch to numbers
+    pipeline   computes the results of a batch
     graphs     CUDA graphs of small batches
     encoder    `Encoder`, which has the methods of `Engine` that a worker calls
 

@@ -5,10 +5,10 @@
     batch = queue.next_batch()               # runs of inputs, also of several requests
     queue.finish(batch)
 
-A batch is taken as soon as the device is free, so that inputs that come during a step are the next batch, and none waits for
-others to come. An input that is longer than `max_tokens` is a batch alone. Neighbouring inputs of a request are taken as a run
-of at most RUN_TOKENS tokens, after which its client's turn ends. So a client with one request of a thousand inputs and a client
-with a thousand requests get the same share, and a short input costs no object by itself.
+A batch is taken as soon as the device is free: inputs that arrive during a step form the next batch, and no input waits for
+others to arrive. An input that is longer than `max_tokens` is a batch by itself. Neighbouring inputs of a request are taken as
+a run of at most RUN_TOKENS tokens, after which its client's turn ends. So a client with one request of a thousand inputs and a
+client with a thousand requests get the same share, and short inputs do not need an object each.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from fa_serve.engine.scheduler.fair_queue import FairQueue
 from fa_serve.spec import ParameterError
 
 MAX_WAITING_TOKENS = 1 << 22
-"""Tokens of inputs that wait. Beyond that, a request is refused unless nothing waits."""
+"""The most tokens of inputs that wait. A request that would exceed it is refused, unless nothing waits."""
 
 
 RUN_TOKENS = 1024
@@ -50,7 +50,7 @@ class EncoderRequest:
 
 @dataclass(slots=True, eq=False)
 class InputRun:
-    """Neighbouring inputs of a request, from `begin` up to and without `end`. turn, charge: as in `FairQueue`"""
+    """Neighbouring inputs of a request, from `begin` up to but not including `end`. turn, charge: as in `FairQueue`"""
 
     request: EncoderRequest
     begin: int
@@ -75,7 +75,7 @@ class InputRun:
         return self.request.inputs.part(self.begin, self.end)
 
     def num_fitting(self, max_tokens: int, max_inputs: int) -> int:
-        """How many of its first inputs have so many tokens together."""
+        """How many of its first inputs fit into these numbers of tokens and inputs."""
         ends = self.request.inputs.ends
         limit = ends[self.begin] + max_tokens
         fitting = int(np.searchsorted(ends, limit, side="right")) - 1 - self.begin
@@ -85,8 +85,8 @@ class InputRun:
 class InputQueue:
     """Owner of the requests of an encoder.
 
-    max_tokens: of a batch; may be lowered later
-    max_inputs: of a batch
+    max_tokens: the most tokens of a batch; may be lowered later
+    max_inputs: the most inputs of a batch
     num_waiting: inputs that are in no batch yet
     """
 
@@ -136,7 +136,7 @@ class InputQueue:
             heappush(self._deadlines, (now + timeout, next(self._serial), request))
 
     def has_full_batch(self) -> bool:
-        """Whether more waits than a batch may have."""
+        """Whether enough waits to fill a batch."""
         return self.num_waiting_tokens >= self.max_tokens or self.num_waiting >= self._max_inputs
 
     def next_batch(self) -> list[InputRun]:
@@ -182,7 +182,7 @@ class InputQueue:
                 self._remove(run)
 
     def abort(self, name: str) -> list[int]:
-        """End a request. Returns the indices of its inputs that had not been answered; none of an unknown request."""
+        """End a request. Returns the indices of its inputs that had not been answered; none for an unknown request."""
         request = self._requests.pop(name, None)
         if request is None:
             return []
@@ -204,14 +204,14 @@ class InputQueue:
         return names
 
     def check_integrity(self) -> None:
-        """Assert that the counters are those of the inputs that wait."""
+        """Assert that the counters agree with the inputs that wait."""
         waiting = list(self._waiting)
         assert self.num_waiting == sum(map(len, waiting))
         assert self.num_waiting_tokens == sum(run.num_tokens for run in waiting)
         assert {run.request.name for run in waiting} <= self._requests.keys()
 
     def _admit(self, first: InputRun, length: int) -> InputRun:
-        """Take so many inputs of the first run out of the queue. The others wait on, and their client's next turn is theirs."""
+        """Take `length` inputs of the first run out of the queue. The rest of the run waits for its client's next turn."""
         run = InputRun(first.request, first.begin, first.begin + length)
         run.charge = run.num_tokens
         run.turn = self._waiting.admit(run.charge)

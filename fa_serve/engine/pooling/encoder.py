@@ -4,10 +4,10 @@
     vectors = encoder.encode(["a text", "another one"])                 # (2, 384), float32
     scores = reranker.score("a question", ["a text", "another one"])    # (2,)
 
-A step computes one batch of packed inputs. On a GPU, the next batch is launched before the results of the last one are read,
-and `encode` reads the texts of a batch while the one before is computed.
-`Encoder` has the methods of `Engine` that a worker calls, so that `AsyncEngine` runs either. Left out: what is computed of a
-batch (fa_serve.hf.encoders) and which inputs are in it (batches.py).
+A step computes one batch of packed inputs. On a GPU, the next batch is launched before the results of the previous one are
+read, and `encode` tokenizes the texts of a batch while the previous one is computed.
+`Encoder` has the methods of `Engine` that a worker calls, so that `AsyncEngine` can run either. Left out: what is computed for
+a batch (fa_serve.hf.encoders) and which inputs are in it (batches.py).
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ from fa_serve.spec import ParameterError
 log = logging.getLogger("fa_serve.engine")
 Vectors = np.ndarray[Any, np.dtype[np.float32]]
 READ_CHARACTERS = 1 << 16
-"""Of the texts that are tokenized before the encoder looks whether a batch is full."""
+"""Characters of text that are tokenized before the encoder checks again whether a batch is full."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Launched:
-    """A batch that is being computed. event: recorded behind its copy to the host, on a GPU"""
+    """A batch that is being computed. event: recorded after the copy of its results to the host; None without a GPU"""
 
     batch: list[InputRun]
     inputs: EncoderInputs
@@ -59,9 +59,9 @@ class _Launched:
 
 
 class Encoder:
-    """config: `task` says what to do where the files of the model do not; settings of the KV cache have no meaning here
+    """config: `task` says what the encoder is for if the model's files do not; settings of the KV cache have no meaning here
 
-    The constructor raises ParameterError for settings that an encoder does not have, and for a model that is none.
+    The constructor raises ParameterError for settings that an encoder does not have, and for a model that is no encoder.
     """
 
     eos_ids: frozenset[int] = frozenset()
@@ -117,9 +117,9 @@ class Encoder:
         timeout: float | None = None,
         client: str | None = None,
     ) -> None:
-        """Queue the inputs of a request. An output has what it gives for one or several of them, from the number `index` on.
+        """Queue the inputs of a request. An output has the results of one or several inputs, beginning with number `index`.
 
-        inputs:   of `reader.read`
+        inputs:   what `reader.read` returned
         priority: of one client's requests, those with a lower value are served sooner
         timeout:  seconds after which the request ends with an error
 
@@ -163,14 +163,14 @@ class Encoder:
         params: PoolingParams | None = None,
         truncate: bool = False,
     ) -> Vectors:
-        """The vectors of texts -> (texts, size) float32, in their order; of one text (size,).
+        """The vectors of texts -> (texts, size) float32, in their order; (size,) for a single text.
 
         prompt_name: the name of a prompt of the model, which is written before each text; None is the model's default
         prompt:      the text of the prompt itself
         truncate:    texts that are too long are cut instead of refused
 
-        Raises ParameterError for texts and parameters that this encoder does not take, and EncoderError if a step fails. For
-        models whose answer has another form, and for vectors of tokens, there is `pooled`.
+        Raises ParameterError for texts and parameters that this encoder does not take, and EncoderError if a step fails. Use
+        `pooled` for models whose answer has another form, and for vectors of tokens.
         """
         if self.card.task != "embed" or (params is not None and params.tokens):
             raise ParameterError("task", "be embed for encode: use pooled, score or classify", self.card.task)
@@ -210,7 +210,7 @@ class Encoder:
         params: PoolingParams | None = None,
         truncate: bool = False,
     ) -> list[Pooled]:
-        """What the encoder gives for each input, in their order. The arguments are those of `encode`."""
+        """The result for each input, in their order. The arguments are those of `encode`."""
         found: list[Pooled | None] = [None] * len(_listed(inputs))
         for first, rows in self._computed(inputs, prompt_name, prompt, params, truncate):
             found[first : first + len(rows)] = list(rows)
@@ -224,9 +224,9 @@ class Encoder:
         params: PoolingParams | None,
         truncate: bool,
     ) -> Iterator[tuple[int, PooledRows]]:
-        """What the encoder gives, in the order in which it is computed: the number of the first input, and rows.
+        """Yields results in the order in which they are computed: the number of the first input, and the rows from there on.
 
-        A batch is launched as soon as so many inputs are read, so that a GPU computes while the next ones are tokenized.
+        A batch is launched as soon as enough inputs for it are tokenized, so that a GPU computes while the next are tokenized.
         """
         text = self.reader.prompt(prompt_name) if prompt is None else prompt
         begins: dict[str, int] = {}
@@ -254,11 +254,11 @@ class Encoder:
                 self.abort(name)
 
     def prepare_one(self) -> bool:
-        """Nothing is captured when there is no request."""
+        """Nothing to do: no graphs are captured while there is no request."""
         return False
 
     def preparations(self) -> tuple[int, int]:
-        """Kernels that were compiled or loaded up to now, and CUDA graphs that were captured, none of them for a request."""
+        """Kernels that were compiled or loaded so far, and 0: a worker's encoder captures its graphs before any request."""
         return sum(num_compilations()), 0
 
     def stats(self) -> EngineStats:
@@ -283,10 +283,10 @@ class Encoder:
         self._queue.check_integrity()
 
     def _warm_up(self) -> None:
-        """Compute inputs for any tile of attention and batches for any tile of products: no request waits for a compiler.
+        """Compute inputs for all tiles of attention and batches for all tiles of products, so that no request waits for a
+        compiler.
 
-        As in start/warm_up.py, tiles change at powers of two: attention's with the longest input, those of products with all
-        tokens.
+        As in start/warm_up.py, tiles change at powers of two: for attention, of the longest input; for products, of all tokens.
         """
         most = self.config.max_num_batched_tokens
         longest = min(self.card.max_tokens, most)
@@ -388,7 +388,7 @@ def check_config(config: EngineConfig) -> None:
 
 
 def _listed(inputs: Any) -> Any:
-    """Several inputs, in a list or an array. Raises ParameterError for one object, and for one that has no length."""
+    """Several inputs, in a list or an array. Raises ParameterError for a single text, and for an object without a length."""
     if isinstance(inputs, str | bytes) or not hasattr(inputs, "__len__"):
         raise ParameterError("inputs", f"be a list, which has {ITEM} as each item", inputs)
     return inputs
@@ -397,7 +397,7 @@ def _listed(inputs: Any) -> Any:
 def _outputs_of(
     run: InputRun, rows: PooledRows, finite: np.ndarray[Any, np.dtype[np.bool_]], times: SequenceTimes
 ) -> list[RequestOutput]:
-    """The outputs of a run that has been computed: one, unless an input of it has numbers that are not finite."""
+    """The outputs of a run that has been computed: one for all inputs, or one for each if any has NaN or infinite numbers."""
     borders = [0, len(run)] if finite.all() else list(range(len(run) + 1))
     outputs = []
     for first, last in pairwise(borders):

@@ -3,12 +3,12 @@
     graphs = EncoderGraphs(model, max_tokens=512)
     packed, hidden = graphs.run(inputs)        # None for a batch that is too large; hidden is overwritten by the next run
 
-A batch is padded with up to PADDINGS more sequences to a size of TOKENS, and with empty sequences behind them, so a few graphs
-serve all batches. Sizes lie close together where padding costs more than the launches that a graph saves. Attention plans for
-the longest input, so models that take long inputs have two graphs of a size, of which one is for inputs of at most SHORT
-tokens. What a batch is made of is copied to the same memory each time. Pooling and what is behind it is launched as usual.
-Batches above the largest size keep a GPU busy while the next launches come. Left out: how a graph is captured
-(runner/cuda_graphs.py).
+A batch is padded to one of the sizes in TOKENS with up to PADDINGS more sequences, and with empty sequences after them, so that
+a few graphs serve all batches. Sizes lie close together where padding costs more than the launches that a graph saves.
+Attention is planned for the longest input, so models that take long inputs have two graphs of a size. One of the two is for
+batches in which no input has more than SHORT tokens. Each batch is copied to the same memory. Pooling, and everything after it,
+is launched without a graph. Batches above the largest size need no graph: they keep a GPU busy while the host launches the next
+kernels. Left out: how a graph is captured (runner/cuda_graphs.py).
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ log = logging.getLogger("fa_serve.engine")
 
 TOKENS = (16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 2560, 3072, 4096, 5120, 6144, 8192)
 """Sizes to which batches are padded. Where the host is slow, the launches of a large model take longer than its work on 4,096
-tokens: 16 texts of 512 tokens through 28 layers of 1,024 took 49 ms, and 14 in a batch that keeps the GPU busy."""
+tokens: 16 texts of 512 tokens through 28 layers of width 1,024 took 49 ms. In a batch that keeps the GPU busy, this many tokens
+take 14 ms."""
 MAX_INPUTS = 64
-"""Inputs of a batch that takes a graph."""
+"""The most inputs of a batch that uses a graph."""
 PADDINGS = 4
-"""Sequences of padding at most."""
+"""The most sequences of padding that are not empty."""
 SHORT = 512
-"""Tokens of an input for which attention plans, unless a batch has a longer one."""
+"""The input length that attention is planned for, unless a batch has a longer input."""
 
 Capture = Callable[[Callable[[], None], Any, nn.Module], tuple[Callable[[], None], Any]]
 
@@ -54,9 +55,9 @@ class _Graph:
 class EncoderGraphs:
     """Owner of the graphs and of the memory that they read.
 
-    max_tokens: of an input. Sequences of padding are not longer, so there are no sizes behind two that lie further apart than
-                PADDINGS of them
-    most:       tokens of a batch; larger sizes are of no use
+    max_tokens: the most tokens of an input, and of a sequence of padding. The sizes end before the first gap that PADDINGS
+                sequences of min(max_tokens, SHORT) tokens cannot fill
+    most:       the most tokens of a batch; sizes that are larger than needed for it are left out
     """
 
     def __init__(self, model: PackedModel, max_tokens: int, most: int = TOKENS[-1], capture: Capture = capture) -> None:
@@ -100,7 +101,7 @@ class EncoderGraphs:
                 self.run(EncoderInputs(ids, ends, ids if takes_types else None))
 
     def _captured(self, key: tuple[int, int, bool], packed: PackedInputs) -> _Graph | None:
-        """A graph, which has run for these inputs. If it cannot be captured, no other one is tried."""
+        """Capture a graph, and run it for these inputs. If it cannot be captured, no other capture is tried."""
         graph = _Graph(packed._replace(lengths=[key[1]]))
 
         def step() -> None:

@@ -1,4 +1,4 @@
-"""Texts, pairs of texts and token ids as checked inputs of an encoder. Another process than the engine's may do this work.
+"""Turns texts, pairs of texts and token ids into checked inputs of an encoder. A process without an engine may do this work.
 
     reader = InputReader(tokenizer, card, vocab_size=30522)
     [first, second] = reader.read(["a text", ("a question", "a text")])
@@ -28,7 +28,7 @@ InputText = str | tuple[str, str] | Sequence[int]
 """A text, two texts that belong together, or token ids as they are."""
 ITEM = "a text, a tuple of two texts or a list of token ids"
 MAX_TOKENS = 1 << 20
-"""Of all inputs of a call together."""
+"""The most tokens of all inputs of a call together."""
 MAX_PROMPTS = 64
 """Prompts whose lengths are remembered."""
 PIECE = 1 << 18
@@ -37,7 +37,7 @@ PIECE = 1 << 18
 
 @dataclass(frozen=True, slots=True)
 class EncoderInput:
-    """ids: (tokens,) int32; types: the same of the types of tokens, or None; skipped: tokens of the prompt"""
+    """ids: (tokens,) int32; types: (tokens,) int32, the types of tokens, or None; skipped: how many tokens the prompt has"""
 
     ids: Ids
     types: Ids | None = None
@@ -46,12 +46,12 @@ class EncoderInput:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EncoderInputs:
-    """Inputs end to end. Arrays in place of an object for each input, of which a short text would take longer than its tokens.
+    """Inputs end to end, in arrays. An object for each input would take longer than the tokens of a short text.
 
     ids:     (total,) int32
     ends:    (inputs + 1,) int64: where each input begins, and the end of the last one
-    types:   (total,) int32 of the types of tokens, or None
-    skipped: (inputs,) int32, tokens of the prompt; None if there are none
+    types:   (total,) int32, the types of tokens, or None
+    skipped: (inputs,) int32, how many tokens the prompt of each input has; None if there are no prompts to skip
     """
 
     ids: Ids
@@ -99,7 +99,7 @@ class EncoderInputs:
         return np.diff(self.ends)
 
     def part(self, begin: int, end: int) -> EncoderInputs:
-        """The inputs from `begin` up to and without `end`."""
+        """The inputs from `begin` up to but not including `end`."""
         first = self.ends[begin]
         rows = slice(first, self.ends[end])
         return EncoderInputs(
@@ -137,7 +137,7 @@ def ends_of(lengths: Iterable[int]) -> Ends:
 
 
 class InputReader:
-    """Safe to use from any thread. vocab_size: of the model"""
+    """Reads inputs for one encoder. Safe to use from any thread. vocab_size: of the model"""
 
     def __init__(self, tokenizer: Any, card: EncoderCard, vocab_size: int) -> None:
         self._card = card
@@ -171,8 +171,8 @@ class InputReader:
         """The inputs as token ids, in their order.
 
         prompt:         written before each text
-        truncate:       inputs that are too long are cut, pairs at their longer text, instead of refused
-        special_tokens: texts get those that the tokenizer adds to every text
+        truncate:       cut inputs that are too long instead of refusing them; of a pair, the longer text is cut
+        special_tokens: add the special tokens that the tokenizer adds to every text
         first:          number of the first input in errors
 
         Raises ParameterError("input") for an input that is empty, too long, not of this vocabulary or no text, and for too many
@@ -217,7 +217,7 @@ class InputReader:
         return inputs
 
     def _checked_text(self, text: str | tuple[str, str], number: int, prompt: str, truncate: bool) -> Any:
-        """The text with its prompt. What cannot fit is refused or cut before it is tokenized, which takes long."""
+        """The text with its prompt. A text that cannot fit is refused or cut before tokenization, because that takes long."""
         parts = [prompt + text] if isinstance(text, str) else list(text)
         limit = self._prompts.max_chars
         for index, part in enumerate(parts):
@@ -243,7 +243,7 @@ class InputReader:
         return tokens[-limit:] if self._cuts_left else tokens[:limit]
 
     def _numbered_ids(self, ids: Sequence[int], number: int, truncate: bool) -> Sequence[int]:
-        """The checked ids of one input, whose number an error tells."""
+        """The checked ids of one input. An error names its number."""
         try:
             return self._checked_ids(ids, truncate)
         except ParameterError as error:
@@ -260,7 +260,7 @@ class InputReader:
             raise self._too_long(first + index, int(lengths[index]))
         if inputs.ids.max() >= self._prompts.vocab_size:
             number = int(np.searchsorted(inputs.ends, int(np.argmax(inputs.ids)), side="right")) - 1
-            self._numbered_ids(inputs[number].ids.tolist(), first + number, False)  # which says more
+            self._numbered_ids(inputs[number].ids.tolist(), first + number, False)  # raises an error that says more
 
     def _too_long(self, number: int, length: object) -> ParameterError:
         limit = self._card.max_tokens
@@ -290,7 +290,7 @@ def _flat(rows: Sequence[Sequence[int]]) -> Ids:
 
 
 def pieces_of(inputs: Sequence[InputText], num_characters: int) -> Iterator[Sequence[InputText]]:
-    """The inputs in groups of about so many characters. Token ids count as characters."""
+    """The inputs in groups of about `num_characters` characters. Token ids count as characters."""
     begin = 0
     length = 0
     for index, each in enumerate(inputs):

@@ -1,4 +1,4 @@
-"""What a request to an encoder asks for, and what others need to know of a loaded encoder. Plain data, no torch."""
+"""What a request to an encoder asks for, and what others need to know about a loaded encoder. Plain data, no torch."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ Activation = Literal["default", "none", "sigmoid", "softmax"]
 
 @dataclass(frozen=True, slots=True)
 class PoolingParams:
-    """What is to be computed of each input of a request.
+    """What is to be computed for each input of a request.
 
-    tokens:     vectors of all tokens instead of one vector; only of the tasks embed and token_embed
-    dimensions: the numbers of a vector that are kept, from its begin on; of a model whose vectors have length 1, so has what is
-                left. None keeps all
-    normalize:  whether vectors get length 1; None as the model's folder has it
-    activation: what is applied to logits: "default" is the model's, which is the sigmoid for one label, and the softmax for
-                several
+    tokens:     vectors of all tokens instead of one vector; only for the tasks embed and token_embed
+    dimensions: how many numbers of a vector are kept, from its beginning. If the model's vectors have length 1, the shortened
+                ones have length 1 as well. None keeps all
+    normalize:  whether vectors get length 1; None does what the model's folder says
+    activation: what is applied to logits. "default" is the activation that the model's folder names, and without one the
+                sigmoid for one label or independent labels, and the softmax for other models
     """
 
     tokens: bool = False
@@ -45,18 +45,19 @@ class PoolingParams:
 
 @dataclass(frozen=True, slots=True)
 class EncoderCard:
-    """What others need to know of a loaded encoder.
+    """What others need to know about a loaded encoder.
 
     task:       as in fa_serve.hf.encoders.folder
-    size:       the numbers of a vector, of the weights of words or of the labels
-    max_tokens: of an input
+    size:       how many numbers an answer has: the size of a vector, the vocabulary for weights of words, or the labels
+    max_tokens: the most tokens of an input
     labels:     names of the classes, by index
-    prompts:    texts that come before an input, by name; default_prompt: the name of that of an input without a name
-    skips_prompt: whether the tokens of a prompt do not count in the mean of a vector
+    prompts:    texts that are written before an input, by name; default_prompt: the name of the prompt for requests that name
+                none
+    skips_prompt: whether pooling leaves out the tokens of a prompt
     takes_types:  whether the model tells the two texts of a pair apart by types of tokens
-    lower_case: whether texts are written in lower case first
+    lower_case: whether texts are converted to lower case first
     normalizes: whether vectors have length 1
-    pooling:    how vectors are made of tokens, for people
+    pooling:    how vectors are made from tokens, as text for people
     """
 
     task: str
@@ -74,9 +75,9 @@ class EncoderCard:
 
 @dataclass(slots=True)
 class Pooled:
-    """What an encoder gives for one input.
+    """The result of an encoder for one input.
 
-    values:  float32: (size,) of a vector, a score or classes; (tokens, size) of the vectors of tokens; (n,) of weights of words
+    values:  float32: (size,) for a vector, a score or classes; (tokens, size) for vectors of tokens; (n,) for weights of words
     indices: (n,) int32, the ids of the words that have these weights; None for all other tasks
     """
 
@@ -86,10 +87,10 @@ class Pooled:
 
 @dataclass(slots=True, eq=False)
 class PooledRows:
-    """What an encoder gives for several inputs, in their order, as arrays. An index gives the `Pooled` of one of them.
+    """The results of an encoder for several inputs, in their order, as arrays. Indexing returns the `Pooled` of one input.
 
-    values:  float32: (inputs, size) of vectors, scores or classes; (total, size) of the vectors of tokens, and (total,) of the
-             weights of words, of all inputs end to end
+    values:  float32: (inputs, size) for vectors, scores or classes; for all inputs end to end, (total, size) for vectors of
+             tokens and (total,) for weights of words
     ends:    (inputs + 1,) int64: where each input begins in `values`, and the end of the last one; None if each has one row
     indices: (total,) int32, the ids of the words; None for all other tasks
     """
@@ -113,7 +114,7 @@ class PooledRows:
         return (self[index] for index in range(len(self)))
 
     def part(self, begin: int, end: int) -> PooledRows:
-        """What it gives for the inputs from `begin` up to and without `end`."""
+        """The results for the inputs from `begin` up to but not including `end`."""
         if self.ends is None:
             return PooledRows(self.values[begin:end])
         first = self.ends[begin]

@@ -1,4 +1,4 @@
-"""From a batch of inputs to numbers: the transformer, the modules behind it, and what a request asks of the result.
+"""Computes the results of a batch of inputs: the transformer, the modules after it, and what a request asks for.
 
     pipeline = Pipeline.load(config, clock)
     results = pipeline.compute(inputs, params)           # on the device
@@ -39,12 +39,12 @@ MIN_LENGTH = 1e-12
 FUSES_ON_GPU = True
 """The switch: whether layers are fused on a GPU as well. tests/gpu/test_encoders_gpu.py has compared them on an H200."""
 MAX_TOKENS = 1 << 17
-"""Tokens of an input, if the model names no limit."""
+"""The most tokens of an input, even if the model names a higher limit or none; `max_model_len` overrides it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """modules: behind the transformer, without a last normalisation, which `finish` does where a request wants it"""
+    """modules: the modules after the transformer. A final normalisation is left out: `finish` does it if a request wants it"""
 
     model: PackedModel
     modules: list[nn.Module]
@@ -57,7 +57,7 @@ class Pipeline:
 
     @property
     def reads_hidden(self) -> bool:
-        """Whether the result is made of the hidden states of packed sequences, and not by the whole model on padded ones."""
+        """Whether results are computed from hidden states of packed sequences, and not by the whole model on padded ones."""
         return self.model.reads_rows or self.card.task not in ("score", "classify")
 
     @classmethod
@@ -103,9 +103,9 @@ class Pipeline:
         return found
 
     def compute(self, inputs: EncoderInputs, params: PoolingParams) -> Tensor:
-        """What the batch gives, on the device: (inputs, size) float32; (total, size) of the vectors of tokens.
+        """The results of a batch, on the device: (inputs, size) float32; (total, size) for vectors of tokens.
 
-        params: of any request of the batch; all of a batch ask for vectors of tokens, or none does
+        params: of any request of the batch, because either all of them ask for vectors of tokens, or none does
         """
         captured = self.graphs.run(inputs) if self.graphs is not None else None
         if captured is not None:
@@ -122,12 +122,12 @@ class Pipeline:
         return pool(self.modules, hidden, packed, inputs.skipped).float()
 
     def rows(self, results: Tensor, inputs: EncoderInputs, params: PoolingParams) -> PooledRows:
-        """The results on the host, which know which rows are those of an input."""
+        """The results on the host, with the borders between the rows of inputs."""
         of_tokens = params.tokens or self.card.task == "token_embed"
         return PooledRows(results.numpy(), inputs.ends if of_tokens else None)
 
     def finish(self, rows: PooledRows, params: PoolingParams) -> tuple[PooledRows, Finite]:
-        """What a request gets of its rows, in memory of the result alone, and (inputs,) whether all numbers are finite."""
+        """The answer to a request from its rows, in memory of its own, and (inputs,) bool: whether all numbers are finite."""
         values = rows.values
         finite = np.isfinite(values).all(axis=1)
         if rows.ends is not None:
@@ -159,7 +159,7 @@ def _size(task: str, loaded: LoadedEncoder, modules: Sequence[nn.Module]) -> int
 
 
 def _max_tokens(config: EngineConfig, told: int | None, tokenizer: Any, positions: int | None) -> int:
-    """The tokens of an input. Raises ParameterError for a `max_model_len` above what the model was made for."""
+    """The most tokens of an input. Raises ParameterError for a `max_model_len` above what the model was made for."""
     limits = [limit for limit in (positions, told or tokenizer.model_max_length) if limit is not None]
     limit = int(min(*limits, MAX_TOKENS))
     wanted = config.max_model_len
@@ -169,9 +169,10 @@ def _max_tokens(config: EngineConfig, told: int | None, tokenizer: Any, position
 
 
 def _activation(told: str | None, loaded: LoadedEncoder) -> str:
-    """What the logits become by default: as the folder has it, else the sigmoid of one label, else probabilities.
+    """The default activation of logits: the one that the folder names; else the sigmoid for one label or for independent
+    labels (multi_label_classification); else the softmax.
 
-    An identity that the folder names stays one, also for several labels: `CrossEncoder` of sentence-transformers has it so.
+    An identity that the folder names is kept, also for several labels, as in `CrossEncoder` of sentence-transformers.
     """
     names = {"Sigmoid": "sigmoid", "Identity": "none", "Softmax": "softmax"}
     last = None if told is None else told.rpartition(".")[2]

@@ -7,7 +7,7 @@
     await engine.shutdown()
 
 The engine runs in a thread or a process (parent.py). The outputs of a step are put into the mailboxes of their requests. A
-mailbox holds at most one output for each answer: an output that comes before the consumer is back is appended to the one that
+mailbox holds at most one output for each answer: an output that arrives before the consumer is back is appended to the one that
 waits. So a slow consumer does not delay a step. If too many log-probabilities wait, the request with the most ends in an error.
 
 If the engine raises an exception, or its process dies, every unfinished request ends with an error at once, and later requests
@@ -48,19 +48,19 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("fa_serve.engine")
 LOOK_SECONDS = 0.02
-"""How often a pause looks whether requests in flight have ended."""
+"""How often a pause checks whether requests in flight have ended."""
 MAX_UNREAD = 1 << 21
 """Log-probabilities that may wait in all mailboxes together. Each takes about 110 bytes."""
 UNREAD = RequestError("unread", "its outputs were not taken in time, and too many log-probabilities waited")
 
 
 class AsyncEngine:
-    """Owner of the worker and of the mailboxes. All methods are to be called on the event loop that called `start`.
+    """Owner of the worker and of the mailboxes. Call all methods on the event loop that called `start`.
 
-    engine:   an engine, which is run in a thread; or a config, which says where its engine is run
+    engine:   an engine, which then runs in a thread; or a config, which says where its engine runs
     on_phase: called with each `Phase` of a start-up when it has ended, from another thread
     reader:   turns texts into token ids, from any thread; None before `start` has returned
-    inputs:   the same for the inputs of an encoder; None of an engine that generates
+    inputs:   turns the inputs of an encoder into token ids, from any thread; None for an engine that generates
     """
 
     def __init__(self, engine: AnyEngine | EngineConfig | None = None, *, on_phase: OnPhase | None = None) -> None:
@@ -77,19 +77,19 @@ class AsyncEngine:
         self._adapters: dict[str, str] = {}  # folders by name
         self._stats: EngineStats | None = None
         self._error: EngineDeadError | None = None
-        self.num_restarts = 0  # workers that were started in the place of a dead one
+        self.num_restarts = 0  # workers that were started to replace a dead one
         self._restarting: asyncio.Task[None] | None = None
         self._ended = asyncio.Event()
-        self._open = asyncio.Event()  # requests that come while the engine is paused or asleep wait for it
+        self._open = asyncio.Event()  # requests that arrive while the engine is paused or asleep wait for it
         self._open.set()
         self._is_paused = False
         self.is_asleep = False  # memory or weights are missing: nothing is computed before `wake_up` or an update
-        self._replies: dict[int, asyncio.Future[Reply]] = {}  # one for each control that is not answered yet
+        self._replies: dict[int, asyncio.Future[Reply]] = {}  # by serial number, until the answer arrives
 
     async def start(self) -> None:
         """Start the worker, which loads the model if a config was given. Raises what loading raises.
 
-        Under torchrun, an engine of tensor parallelism on another rank than 0 follows rank 0's, and ends the process with it.
+        Under torchrun, with tensor parallelism, a rank other than 0 follows rank 0 here, and its process ends with rank 0.
         """
         if self._worker is not None:
             raise RuntimeError("cannot start the engine: it has been started already")
@@ -144,7 +144,7 @@ class AsyncEngine:
             self._restarting = None
 
     async def _restore(self, adapters: Mapping[str, str]) -> None:
-        """Serve the adapters of the engine before this one, also if its config names others, before a request comes."""
+        """Before requests arrive, serve the adapters of the previous engine, even if the config names others."""
         for name in [name for name, folder in self._adapters.items() if adapters.get(name) != folder]:
             await self._change_adapter(name, None, starting=True)
         for name in [name for name in adapters if name not in self._adapters]:
@@ -156,10 +156,10 @@ class AsyncEngine:
                 log.warning("the adapter %r is not loaded again: %s", name, error)
 
     async def shutdown(self, timeout: float = STOP_SECONDS) -> None:
-        """End the engine after the step that it is in, or after `timeout` seconds. Unfinished requests end with an error."""
+        """End the engine after its current step, or after `timeout` seconds. Unfinished requests end with an error."""
         if self._worker is not None:
             await asyncio.to_thread(self._worker.stop, timeout)
-            while self._restarting is not None:  # it may wait for an answer that does not come any more
+            while self._restarting is not None:  # it may wait for an answer that will never arrive
                 self._end_all(EngineDeadError("the engine was shut down"))
                 await asyncio.wait([self._restarting], timeout=LOOK_SECONDS)
                 await asyncio.to_thread(self._worker.stop, timeout)
@@ -173,8 +173,8 @@ class AsyncEngine:
         return self._error
 
     def kill(self) -> None:
-        """End the engine's process at once, if it has one. For the end of this process: nobody is told. May be called by a
-        signal handler."""
+        """End the engine's process at once, if it has one. For use when this process ends: requests are not told. A signal
+        handler may call it."""
         if self._worker is not None:
             self._worker.kill()
 
@@ -189,7 +189,7 @@ class AsyncEngine:
 
     @property
     def death_cause(self) -> str:
-        """Why the engine is not alive, for everybody: the `cause` of its `EngineDeadError`; empty if it did not die."""
+        """Why the engine is not alive, as every client may see it: `EngineDeadError.cause`; empty if it did not die."""
         return "" if self._error is None else self._error.cause
 
     @property
@@ -223,12 +223,12 @@ class AsyncEngine:
 
     @property
     def card(self) -> EncoderCard | None:
-        """What the engine is if it is an encoder; None if it generates."""
+        """The description of an encoder; None for an engine that generates."""
         return self.ready.card
 
     @property
     def summary(self) -> EngineSummary:
-        """What the engine has decided beside its config."""
+        """What the engine has decided in addition to its config."""
         return self.ready.summary
 
     @property
@@ -240,7 +240,7 @@ class AsyncEngine:
         return self._stats or self.ready.stats
 
     def snapshots(self) -> Mapping[str | None, EngineStats]:
-        """The snapshot of each engine by the name of its replica; None if there is one engine, which is no replica."""
+        """The snapshot of each engine by the name of its replica. The name is None for a single engine that is no replica."""
         return {None: self.stats()}
 
     @property
@@ -277,7 +277,7 @@ class AsyncEngine:
     ) -> AsyncGenerator[RequestOutput, None]:
         """The increments of all answers; the last one of each answer is `finished`. Leaving the iterator aborts the request.
 
-        The arguments are those of `Engine.add_request`. Without `params`, `default_params` count.
+        The arguments are those of `Engine.add_request`. Without `params`, `default_params` apply.
 
         Before the first output it raises ParameterError as `Engine.add_request` does, QueueFullError when too many requests
         wait, and EngineDeadError when the engine has ended or has not been started.
@@ -289,7 +289,7 @@ class AsyncEngine:
             # Tokenizing a long text takes a while, and neither the event loop nor a step should wait for it.
             tokens: list[int]
             if images and not isinstance(prompt, str):
-                tokens = list(prompt)  # image tokens may lie outside the vocabulary, which the engine knows about
+                tokens = list(prompt)  # image tokens may lie outside the vocabulary; the engine allows that
             else:
                 tokens = await asyncio.to_thread(read, prompt) if isinstance(prompt, str) else read(prompt)
             await self._open.wait()
@@ -314,11 +314,11 @@ class AsyncEngine:
         timeout: float | None = None,
         client: str | None = None,
     ) -> list[RequestOutput]:
-        """What an encoder gives for inputs of `inputs.read`, in their order, one or several in an output. Cancelling aborts the
-        request.
+        """An encoder's outputs for what `inputs.read` returned, in order. An output covers one or several inputs. Cancelling
+        aborts the request.
 
-        It returns as soon as one of them has failed: the outputs so far, of which one has an `error`. The arguments are those
-        of `Encoder.add_request`. Raises as `generate` does.
+        As soon as an input has failed, it returns the outputs so far, one of which has an `error`. The arguments are those of
+        `Encoder.add_request`. Raises as `generate` does.
         """
         found: dict[int, RequestOutput] = {}
         with self._mailbox(request_id, len(inputs)) as (name, mailbox, worker):
@@ -332,13 +332,13 @@ class AsyncEngine:
         return [found[index] for index in sorted(found)]
 
     def _death(self) -> EngineDeadError:
-        """Why there is no engine. Each caller gets a new error, because one that is raised keeps the frames that it comes
-        through, with their prompts."""
+        """Why there is no engine. Each caller gets a new error, because an error that is raised keeps the frames that it passes
+        through alive, with their prompts."""
         return EngineDeadError("the engine has not been started" if self._error is None else str(self._error))
 
     @contextmanager
     def _mailbox(self, request_id: str, num_answers: int) -> Iterator[tuple[str, Mailbox, Worker]]:
-        """The name and the mailbox of a request while the context lasts. What is unfinished at its end is aborted."""
+        """A context with a request's name and mailbox, and the worker. A request that is unfinished at its end is aborted."""
         if not self.is_alive or self._worker is None:
             raise self._death()
         if request_id in self._names:
@@ -366,12 +366,12 @@ class AsyncEngine:
                 self._mailboxes[name].end(name, "abort", None)
 
     async def pause(self, mode: PauseMode = "abort") -> None:
-        """Compute nothing until `resume`. Requests that come meanwhile wait.
+        """Compute nothing until `resume`. Requests that arrive meanwhile wait.
 
         mode: "abort" ends requests in flight with the tokens that they have, "wait" waits for their end, and "keep" leaves them
               as they are, with their pages, so that they go on after `resume`
 
-        Raises ParameterError for another mode and for an encoder, and EngineDeadError when the engine has ended.
+        Raises ParameterError for an unknown mode and for an encoder, and EngineDeadError when the engine has ended.
         """
         if mode not in PAUSE_MODES:
             raise ParameterError("mode", f"be {', '.join(PAUSE_MODES)}", mode)
@@ -381,7 +381,7 @@ class AsyncEngine:
         self._open_or_close()
         if mode == "abort":
             for request_id, name in [*self._names.items()]:
-                if self._mailboxes[name].sent:  # others wait
+                if self._mailboxes[name].sent:  # those that are not sent yet wait for `resume`
                     await self.abort(request_id)
         while mode == "wait" and any(mailbox.sent for mailbox in self._mailboxes.values()) and self._is_paused:
             await asyncio.sleep(LOOK_SECONDS)
@@ -395,7 +395,7 @@ class AsyncEngine:
         self._open_or_close()
 
     async def sleep(self, level: int = 1) -> None:
-        """As `Engine.sleep`. Requests in flight are computed again after `wake_up`, and those that come wait."""
+        """As `Engine.sleep`. Requests in flight are computed again after `wake_up`, and new requests wait."""
         await self._control("sleep", level=level)
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
@@ -403,11 +403,11 @@ class AsyncEngine:
         await self._control("wake_up", tags=tags)
 
     async def update_weights(self, **arguments: Any) -> int:
-        """As `Engine.update_weights`, from where `Controls` can take them. Returns the version."""
+        """As `Engine.update_weights`, with weights from the sources that `Controls` knows. Returns their version."""
         return int(await self._control("update_weights", **arguments))
 
     async def join_weight_group(self, **place: Any) -> None:
-        """Meet a trainer that will broadcast weights; without arguments, leave it. See `Controls`."""
+        """Join the group of a trainer that will broadcast weights; without arguments, leave the group. See `Controls`."""
         await self._control("join_weight_group", **place)
 
     def _open_or_close(self) -> None:
@@ -417,14 +417,14 @@ class AsyncEngine:
             self._open.set()
 
     async def _control(self, name: ControlName, **arguments: Any) -> Any:
-        """Tell the engine, and wait for its answer. Raises what the engine raises."""
+        """Send a control to the engine, and wait for its answer. Raises what the engine raises."""
         reply = await self._told(lambda serial: Control(serial, name, arguments))
-        self.is_asleep = reply.is_asleep and self._error is None  # one that has died meanwhile does not sleep
+        self.is_asleep = reply.is_asleep and self._error is None  # a dead engine does not sleep
         self._open_or_close()
         return reply.value()
 
     async def _told(self, command: Callable[[int], Control | LoadAdapter], starting: bool = False) -> Reply:
-        """Send what `command` makes of a serial number, and wait for the answer with this number."""
+        """Send the command that `command` makes with a serial number, and wait for the answer with this number."""
         if self._worker is None or not (starting or self.is_alive):
             raise self._death()
         serial = next(self._serial)
@@ -437,7 +437,7 @@ class AsyncEngine:
 
     @property
     def weight_version(self) -> int:
-        """How often the weights have been changed, as the newest step tells."""
+        """How often the weights have been changed, as of the newest step."""
         return self.stats().weight_version
 
     @property
@@ -447,7 +447,7 @@ class AsyncEngine:
 
     @property
     def ready(self) -> Ready:
-        """What is known of the loaded engine."""
+        """What is known about the loaded engine."""
         if self._ready is None:
             raise RuntimeError("the engine has not been started")
         return self._ready
@@ -489,7 +489,7 @@ class AsyncEngine:
         for future in self._replies.values():
             if not future.done():
                 future.set_exception(EngineDeadError(str(error), error.cause))
-        self._is_paused = False  # another engine, if there will be one, is neither paused nor asleep
+        self._is_paused = False  # an engine that is restarted is neither paused nor asleep
         self.is_asleep = False
         self._open_or_close()
 

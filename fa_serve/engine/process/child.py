@@ -2,7 +2,7 @@
 
     run_engine(connection)                   # engine_process.py calls it in a fresh interpreter
 
-Left out: who started the process (engine_process.py) and what becomes of what it sends (parent.py).
+Left out: how the process is started (engine_process.py), and what happens to what it sends (parent.py).
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ from fa_serve.launching.compilations import use_kernel_cache
 log = logging.getLogger("fa_serve.engine")
 
 EXIT_SECONDS = 5.0
-"""How long a process that has lost a rank may take to send why it ends."""
+"""How long a process that has lost a rank may take to report why it ends."""
 SWITCH_SECONDS = 0.001
-"""How long a step keeps the interpreter while a thread of the pipe waits for it, which needs it twice for each message. With
-Python's 5 ms, a step that launches kernels for some milliseconds holds up the answers of the one before."""
+"""How long a step keeps the interpreter while a thread of the pipe waits for it. Such a thread needs the interpreter twice for
+each message. With Python's default of 5 ms, a step that launches kernels for some milliseconds would delay the answers of the
+previous step."""
 BEAT_SECONDS = 1.0
 """The time between two beats of a process."""
 
@@ -41,7 +42,7 @@ BEAT_SECONDS = 1.0
 def run_engine(connection: Connection) -> None:
     """Run the engine until the parent ends it.
 
-    connection: gives an EngineConfig, and then lists of commands. Without a config, because the parent has ended, nothing runs.
+    connection: delivers an EngineConfig, and then lists of commands. If the parent ends before it sends a config, nothing runs.
     """
     limit_host_memory()
     commands: Commands = queue.SimpleQueue()
@@ -67,7 +68,8 @@ def run_engine(connection: Connection) -> None:
         outgoing.put(step)
 
     def end(error: EngineDeadError) -> None:
-        """Another rank is lost. The main thread may wait for it in a step, and then it would not notice."""
+        """Another rank is lost: end the process from this thread. The main thread may be waiting for that rank inside a step,
+        and would not notice."""
         log.error("the engine has ended: %s", error)
         outgoing.put(error)
         outgoing.put(None)

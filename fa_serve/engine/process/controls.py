@@ -1,10 +1,10 @@
-"""What an operator tells a running engine: other weights, sleep, a pause. One command, which is answered when it is done.
+"""What an operator asks of a running engine: new weights, sleep, a pause. Each is a `Control`, and is answered when it is done.
 
     commands.put(Control(7, "update_weights", {"folder": "/checkpoints/step-100"}))
     controls = Controls(engine)
     result = controls.carry_out(control)     # between two steps, by the engine's loop
 
-Left out: who may tell (fa_serve.server), and who waits for the answer (async_engine.py).
+Left out: who may send controls (fa_serve.server), and who waits for the answer (async_engine.py).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 ControlName = Literal["pause", "resume", "sleep", "wake_up", "update_weights", "join_weight_group"]
 PauseMode = Literal["abort", "wait", "keep"]
-"""What becomes of requests in flight: they end with the tokens that they have, the pause waits for their end, or they stay as
+"""What happens to requests in flight: they end with the tokens that they have, the pause waits for their end, or they stay as
 they are, with their pages, and go on after the pause."""
 PAUSE_MODES: tuple[PauseMode, ...] = ("abort", "wait", "keep")
 TRANSFER_SECONDS = 30.0
@@ -34,8 +34,8 @@ TRANSFER_SECONDS = 30.0
 class Control:
     """A call that the loop makes between two steps.
 
-    serial:    names the answer
-    arguments: of the engine's method, by name, or of a method of `Controls`
+    serial:    identifies the answer
+    arguments: keyword arguments of the engine's method, or of a method of `Controls`
     """
 
     serial: int
@@ -95,7 +95,7 @@ class Controls:
         backend: TransferBackend | None = None,
         timeout: float = TRANSFER_SECONDS,
     ) -> None:
-        """Meet a trainer that listens at host and port, and leave a group that was there before; without a host, only leave.
+        """Leave any earlier group, and join the group of a trainer that listens at host and port; without a host, only leave.
 
         backend: by default NCCL for an engine on a GPU, else gloo
         """
@@ -123,9 +123,9 @@ class Controls:
     ) -> int:
         """Take weights from a folder, from shared memory or from the trainer's group. Returns their version.
 
-        tensors:   the fields of `SharedTensor`, of each tensor in the segment
-        announced: the fields of `AnnouncedTensor`, of each tensor that the trainer broadcasts
-        dry_run:   raise what would be raised before there is any effect, and take nothing
+        tensors:   the fields of `SharedTensor`, for each tensor in the segment
+        announced: the fields of `AnnouncedTensor`, for each tensor that the trainer broadcasts
+        dry_run:   only check the arguments: raise the errors that would be raised before any weight changes, and take nothing
         """
         from fa_serve.engine.start import new_weights
 
@@ -150,5 +150,5 @@ class Controls:
             return self._engine.weight_version
         except BaseException:
             if announced is not None and not dry_run:
-                self.close()  # the trainer may be sending, and nobody knows what comes next
+                self.close()  # the trainer may still be sending, so what the group receives next is unknown
             raise

@@ -1,8 +1,8 @@
-"""Runs an engine by commands: requests and aborts come in one by one, and what a step produced goes out as one `StepOutputs`.
+"""Runs an engine by commands: requests and aborts arrive one by one, and the results of a step leave as one `StepOutputs`.
 
     loop = EngineLoop(engine, commands, deliver)
     commands.put(Add("request-1", [1, 2, 3], params))
-    loop.run()                               # until the command None comes
+    loop.run()                               # until the command None arrives
 
 The loop never waits for a client, and a step never waits for a grammar: other threads compile grammars (grammar_queue.py), and
 the request joins when its grammar is ready. Left out: where the loop runs (parent.py, child.py).
@@ -45,7 +45,7 @@ class Add:
 
     client:   who sends it; grammars of different clients are compiled in turns
     images:   as `Engine.add_request` takes them
-    compiled: the matcher of its structured output, or the error of compiling it; None when it has not been compiled
+    compiled: the matcher of its structured output, or the error that compiling it has raised; None if it is not compiled yet
     """
 
     request_id: str
@@ -67,7 +67,7 @@ class Add:
 
 @dataclass(frozen=True, slots=True)
 class Encode:
-    """Add a request to an encoder, which answers each of its inputs once, one or several in an output."""
+    """Add a request to an encoder. Each of its inputs is answered once. An output answers one or several inputs."""
 
     request_id: str
     inputs: EncoderInputs
@@ -96,10 +96,10 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class LoadAdapter:
-    """Serve the adapter in a folder under a name, or, without a folder, serve the name no more.
+    """Serve the adapter in a folder under a name, or, without a folder, stop serving the name.
 
-    serial: names the answer, a `Reply`
-    reading: what `Engine.read_adapter` has returned; None when it has not begun
+    serial:  identifies the answer, a `Reply`
+    reading: what `Engine.read_adapter` has returned; None if reading has not begun
     """
 
     serial: int
@@ -111,17 +111,17 @@ class LoadAdapter:
 Message = Add | Encode | Abort | Control | LoadAdapter
 """What an `AsyncEngine` sends to its engine."""
 Command = Message | EngineDeadError | None
-"""None ends the loop. An error, of a rank that is lost, is raised by it."""
+"""None ends the loop. An error says that a rank is lost: the loop raises it."""
 Commands = queue.SimpleQueue[Command]
 
 
 @dataclass(slots=True)
 class StepOutputs:
-    """What one step produced, and what became of the commands before it.
+    """The results of one step, and the results of the commands before it.
 
-    stats:    the engine's snapshot; None where it is asked for in another way
+    stats:    the engine's snapshot; None if it is reported in another way
     rejected: (request id, error) of requests that were not added
-    replies:  answers to controls and to adapters that are loaded
+    replies:  answers to `Control` and `LoadAdapter` commands
     """
 
     stats: EngineStats | None
@@ -131,22 +131,23 @@ class StepOutputs:
 
 
 STATS_SECONDS = 0.1
-"""How old the statistics of a running engine may become while its steps have no outputs, as those of a long prompt."""
+"""How old the statistics of a running engine may become while its steps have no outputs, such as those of a long prompt."""
 QUIET_SECONDS = 1.0
-"""Time without a command after which graphs are captured. Under any load a command is unlikely to meet a capture."""
+"""Time without a command after which graphs are captured. Under load this much time rarely passes, so a command seldom has to
+wait for a capture."""
 
 
 class EngineLoop:
     """Owner of the requests whose grammars are being compiled. `deliver` is called after each step that has outputs, errors or
-    replies, after the last one before the loop waits, and otherwise every STATS_SECONDS, for the statistics."""
+    replies, after the last step before the loop waits, and otherwise every STATS_SECONDS, for the statistics."""
 
     def __init__(self, engine: AnyEngine, commands: Commands, deliver: Callable[[StepOutputs], None]) -> None:
         self._engine = engine
         self._commands = commands
         self._deliver = deliver
-        self._controls = Controls(cast("Engine", engine))  # an encoder has none, and is not told
+        self._controls = Controls(cast("Engine", engine))  # never used if it is an encoder
         self._compiling: dict[str, Trial] = {}
-        self._grammars = engine.grammars  # None of an encoder
+        self._grammars = engine.grammars  # None for an encoder
         self._queue = GrammarQueue(lambda: None if self._grammars is None else self._grammars.sweep())
         # what the commands since the last step have caused
         self._outputs: list[RequestOutput] = []
@@ -160,12 +161,12 @@ class EngineLoop:
 
     @property
     def busy_seconds(self) -> float:
-        """How long the step, or the command, that the loop is in has taken so far; 0 while it waits. From any thread."""
+        """How long the loop's current step or command has taken so far; 0 while the loop waits. From any thread."""
         since = self._busy_since
         return 0.0 if since is None else time.monotonic() - since
 
     def run(self) -> None:
-        """Run steps until the command None comes."""
+        """Run steps until the command None arrives."""
         try:
             while self._take_commands():
                 self._busy_since = begin = time.monotonic()
@@ -188,7 +189,7 @@ class EngineLoop:
             self._engine.close()
 
     def _take_commands(self) -> bool:
-        """Carry out all commands that are there. Returns False if the loop is to end.
+        """Carry out all commands that have arrived. Returns False if the loop is to end.
 
         Waits for a command only when there is nothing to compute and nothing to deliver.
         """
@@ -213,14 +214,14 @@ class EngineLoop:
         return True
 
     def _next_command(self) -> Command:
-        """Wait for a command. If none has come for QUIET_SECONDS, graphs are captured until one comes."""
+        """Wait for a command. If none arrives for QUIET_SECONDS, graphs are captured until one arrives."""
         try:
             return self._commands.get(timeout=QUIET_SECONDS)
         except queue.Empty:
             pass
         more = True
         while more and self._commands.empty():
-            self._busy_since = time.monotonic()  # a command that comes now waits for one capture at most
+            self._busy_since = time.monotonic()  # a command that arrives now waits for one capture at most
             before = self._engine.preparations()
             more = self._engine.prepare_one()
             if not self._commands.empty():
@@ -233,7 +234,7 @@ class EngineLoop:
         return replace(self._engine.stats(), steps=self._steps, num_late_compilations=compilations, num_late_captures=captures)
 
     def _count_late(self, before: tuple[int, int]) -> None:
-        """Count what has been compiled and captured since `before` as what requests have waited for."""
+        """Count the compilations and captures since `before`, because requests have waited for them."""
         compilations, captures = self._late
         now = self._engine.preparations()
         self._late = (compilations + now[0] - before[0], captures + now[1] - before[1])
@@ -261,7 +262,7 @@ class EngineLoop:
             return Reply(control.serial, error=_sendable(error), is_asleep=self._engine.is_asleep)
 
     def _generator(self, call: str) -> Engine:
-        """The engine that a call needs. Raises ParameterError if it is an encoder."""
+        """The engine, for a call that encoders do not have. Raises ParameterError if it is an encoder."""
         from fa_serve.engine.pooling.encoder import Encoder
 
         if isinstance(self._engine, Encoder):
@@ -376,16 +377,16 @@ class EngineLoop:
 
 
 def _sendable(error: Exception) -> Exception:
-    """The error, or one of a class that survives the pipe between two processes."""
+    """The error, or a RuntimeError that describes it if its class may not survive the pipe between two processes."""
     if isinstance(error, ValueError | QueueFullError | EngineAsleepError | WeightTransferError | TrialProcessError):
         return error
     return RuntimeError(f"{type(error).__name__}: {error}")
 
 
 def import_engine(on_phase: OnPhase, *, freeze: bool) -> Callable[..., AnyEngine]:
-    """What makes the engine of a config: an `Engine`, or an `Encoder` if the model is one.
+    """Import engines. Returns a function that makes the engine of a config: an `Engine`, or an `Encoder` if the model is one.
 
-    With it come the models of transformers, which take longer to import than all the rest. freeze: as in `importing`
+    This also imports the models of transformers, which takes longer than all other imports. freeze: as in `importing`
     """
     begin = time.perf_counter()
     with importing(freeze=freeze):
@@ -400,7 +401,7 @@ def import_engine(on_phase: OnPhase, *, freeze: bool) -> Callable[..., AnyEngine
 
 
 def ready_of(engine: AnyEngine, tokenizer: Any) -> Ready:
-    """What others need to know of a loaded engine."""
+    """What others need to know about a loaded engine."""
     return Ready(
         engine.config,
         engine.vocab_size,

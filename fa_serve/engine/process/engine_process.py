@@ -7,12 +7,12 @@
 PyTorch and the models of transformers take several seconds to import in each process. With a process that is started ahead,
 both processes import at the same time. This module imports neither.
 
-On a CPU, PyTorch divides a product among as many threads as there are processors, and by default a thread of OpenMP that waits
+On a CPU, PyTorch divides a product among as many threads as there are processors, and by default an OpenMP thread that waits
 for another one spins for milliseconds. The server is a second process on the same processors: whenever it runs, one of the
-threads has no processor, and the others burn theirs, which the missing one needs. A step then takes ten times as long. So the
-threads of this process sleep while they wait, as those of an engine in a thread do, for which OpenMP sees more threads than
-processors. Source: libgomp's GOMP_SPINCOUNT. Left out: what runs in the process (child.py) and what goes through the connection
-(pipe.py).
+engine's threads has no processor, while the others spin on the processors that it needs. A step then takes ten times as long.
+So the threads of this process sleep while they wait. An engine that runs in a thread of the server does not need this: OpenMP
+then sees more threads than processors, and lets them sleep. Source: libgomp's GOMP_SPINCOUNT. Left out: what runs in the
+process (child.py) and what goes through the connection (pipe.py).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from fa_serve.engine.process.host_memory import importing
 _STARTS = threading.Lock()
 """One process starts at a time, because they share the environment."""
 WAITS = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
-"""Environment variables that say how threads of OpenMP wait. Where the operator has set one, it stays as it is."""
+"""Environment variables that say how threads of OpenMP wait. If the operator has set one of them, none is changed."""
 
 
 class EngineProcess(NamedTuple):
@@ -82,7 +82,8 @@ def _start(*, ahead: bool) -> EngineProcess:
 
 @contextmanager
 def _sleeping_threads() -> Iterator[None]:
-    """OpenMP reads the variable when it is loaded, which a program's own main module may do before `_main` is called."""
+    """Inside this context, a process that is started gets the variable with which OpenMP's threads sleep while they wait.
+    `_main` would set it too late: OpenMP reads it when it is loaded, and a program's own main module may load OpenMP first."""
     if any(name in os.environ for name in WAITS):
         yield
         return
@@ -94,7 +95,7 @@ def _sleeping_threads() -> Iterator[None]:
 
 
 def _main(connection: Connection, ahead: bool) -> None:
-    # Ctrl-C, and a SIGTERM of systemd or torchrun, come to all processes, but the parent finishes requests and then stops this
+    # Ctrl-C, and a SIGTERM from systemd or torchrun, reach all processes, but the parent finishes requests and then stops this
     # one. A process that waits for its config must end at SIGTERM, which a parent that exits sends to its daemons.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL if ahead else signal.SIG_IGN)

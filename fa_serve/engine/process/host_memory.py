@@ -1,20 +1,20 @@
-"""Memory of the host that the process has freed goes back to the system, although the C library would keep it.
+"""Gives host memory that the process has freed back to the system, because the C library would keep it.
 
     limit_host_memory()                      # before other threads start, and before the first forward
-    MemoryTrimmer().start()                  # a thread that looks every few seconds
+    MemoryTrimmer().start()                  # a thread that checks every few seconds
     with importing(freeze=True):             # in a process of fa_serve
         from fa_serve.engine.engine import Engine
 
-glibc keeps what is freed for later allocations, in as many as eight arenas for each core, and returns only the free end of the
+glibc keeps freed memory for later allocations, in as many as eight arenas for each core, and returns only the free end of the
 oldest one. After a burst of large requests a server would keep hundreds of megabytes that nothing uses. `malloc_trim` returns
 every free page. It takes 0.4 ms if there is none and 5 to 15 ms for 100 MB, so it is called only while the process is larger
-than it once was. Other C libraries have neither function, and nothing happens there. Python collects its cycles first: an
-exception and the frames of its traceback refer to each other, so a refused body of 10 MB stays until the next full collection,
-which may be minutes away. What was there at the start is frozen, so a collection takes 2 ms.
+than it once was. Other C libraries have neither `mallopt` nor `malloc_trim`, and nothing happens there. Python's cycles are
+collected first: an exception and the frames of its traceback refer to each other, so a refused body of 10 MB would stay until
+the next full collection, which may be minutes away. Objects from the start-up are frozen, so a collection takes 2 ms.
 
-On a CPU, oneDNN and the layer of torch above it keep what they have prepared for each shape of a matrix product, 1024 shapes
-each. A step has as many rows as tokens, so clients decide how many shapes there are: 800 took 430 MB. The caches are bounded
-to a number that the usual steps of a server fit into. Sources: mallopt(3), malloc_trim(3), oneDNN's "Primitive Cache".
+On a CPU, oneDNN and the layer of torch above it each cache what they have prepared for up to 1024 shapes of matrix products. A
+step has as many rows as tokens, so clients decide how many shapes there are: 800 took 430 MB. The caches are bounded to as many
+shapes as the usual steps of a server need. Sources: mallopt(3), malloc_trim(3), oneDNN's "Primitive Cache".
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ARENAS = 2
 SHAPE_CACHES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 """Environment variables of oneDNN and of torch. Both caches hold the same shapes: bounding one of them frees little."""
 SHAPES = 128
-"""Shapes of matrix products, of which a step has about five. They take 70 MB in both caches."""
+"""Shapes of matrix products in each cache. They take 70 MB in both caches together. A step has about five shapes."""
 INTERVAL_SECONDS = 5.0
 GROWTH = 8 << 20
 """Bytes above the least resident memory so far that make a trim worth while."""
@@ -52,7 +52,7 @@ def limit_host_memory() -> None:
 
 
 def resident_bytes() -> int:
-    """Memory of this process, shared memory included; 0 where the system does not say."""
+    """Memory of this process, shared memory included; 0 if the system does not report it."""
     with suppress(OSError), open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     return 0
@@ -60,11 +60,11 @@ def resident_bytes() -> int:
 
 @contextmanager
 def importing(*, freeze: bool) -> Iterator[None]:
-    """The garbage collector does not run within. Visiting modules again and again takes a fifth of the import of PyTorch and
-    transformers.
+    """A context in which the garbage collector does not run: it would visit modules again and again, which takes a fifth of the
+    time of importing PyTorch and transformers.
 
-    freeze: it also never visits what is there at the end. For processes of fa_serve, because a program's own objects, and
-            cycles that are garbage already, would stay as well.
+    freeze: the collector also never visits the objects that exist at the end. Only for processes of fa_serve, because another
+            program's own objects, and cycles that are garbage already, would never be freed either.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -78,7 +78,7 @@ def importing(*, freeze: bool) -> Iterator[None]:
 
 
 class MemoryTrimmer:
-    """Frees cycles and calls malloc_trim every INTERVAL_SECONDS while the process is larger than it was."""
+    """Frees cycles and calls malloc_trim every INTERVAL_SECONDS while the process is larger than its least size so far."""
 
     _runs = threading.Event()
 
@@ -86,7 +86,7 @@ class MemoryTrimmer:
         self._least = 0
 
     def start(self) -> None:
-        """Look in a thread until the process ends. One is enough: in a process that has had one, nothing happens."""
+        """Start a thread that calls `look` until the process ends. If this process has such a thread already, do nothing."""
         if not MemoryTrimmer._runs.is_set():
             MemoryTrimmer._runs.set()
             threading.Thread(target=self._run, name="fa_serve-trim", daemon=True).start()

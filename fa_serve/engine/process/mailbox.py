@@ -1,11 +1,11 @@
-"""What the answers to one request have gained since their consumer looked last: the mailbox between the worker and a stream.
+"""The mailbox between the worker and a stream: what the answers to one request have gained since their consumer looked last.
 
     mailbox = Mailbox(num_answers=2)
     mailbox.put(output)                      # of a step; wakes the consumer
     output = await mailbox.get()
 
-A mailbox holds at most one output for each answer: one that comes before the consumer is back is appended to that which waits.
-Used on the event loop alone, by async_engine.py.
+A mailbox holds at most one output for each answer: an output that arrives before the consumer is back is appended to the output
+that waits. Used only on the event loop, by async_engine.py.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Mailbox:
         self.unread = 0
         self._content: dict[int, RequestOutput] = {}
         self._error: Exception | None = None
-        # wakes the consumer, of which there is one; an asyncio.Event would cost more
+        # wakes the only consumer; an asyncio.Event would cost more
         self._waiting: asyncio.Future[None] | None = None
 
     def put(self, output: RequestOutput) -> None:
@@ -69,7 +69,7 @@ class Mailbox:
         try:
             if error is not None:
                 raise error
-        finally:  # an error has the frames that it comes through: with it in one of them, they would keep each other
+        finally:  # the error refers to this frame: if the frame kept the error, this cycle would keep both alive
             del error
         output = self._content.pop(next(iter(self._content)))
         if output.logprobs:
@@ -82,7 +82,7 @@ class Mailbox:
             self.put(ended_output(name, index, reason, error))
 
     def discard(self, name: str, error: RequestError) -> None:
-        """End every answer with this error. Outputs that wait are dropped, and so are those that still come."""
+        """End every answer with this error. Outputs that wait, and outputs that arrive later, are dropped."""
         ended = self.unfinished | self._content.keys()
         self._content = {index: ended_output(name, index, "error", error) for index in sorted(ended)}
         self.unread = 0

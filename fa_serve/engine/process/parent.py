@@ -6,11 +6,12 @@
     worker.stop()
 
 `on_outputs` is called once for each step, whatever the number of requests. It and `on_death` are called from a thread of the
-worker; `on_phase` is called from the thread that is in `start`. In neither worker does a step wait for a client: the commands
-of a thread are in a queue, and a process has two more threads that only read from the pipe and write to it.
+worker; `on_phase` is called from the thread that is in `start`. A step never waits for a client: a thread takes its commands
+from a queue, and a process has two more threads that only read from the pipe and write to it.
 
-The process sends a `Beat` each second, from a thread that needs nothing but the interpreter. `pulse` tells how long it has been
-silent and how long its step takes, so that a process that is stopped or hangs is noticed. `stop` kills it in the end.
+The process sends a `Beat` each second, from a thread that needs nothing but the interpreter. `pulse` tells how long the process
+has been silent and how long its step takes, so that a process that is suspended or hangs is noticed. `stop` kills the process
+if it does not end in time.
 
 A thread shares the interpreter with the server, which is enough for small machines and for tests. A process has an interpreter
 to itself: at tens of thousands of tokens a second, turning them into replies takes a whole core. Left out: what runs in the
@@ -45,7 +46,7 @@ log = logging.getLogger("fa_serve.engine")
 OnOutputs = Callable[[StepOutputs], None]
 OnDeath = Callable[[EngineDeadError], None]
 STOP_SECONDS = 30
-"""How long the worker may take by default for the step that it is in before it is killed."""
+"""How long the worker may take for its current step before it is killed, by default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ class Pulse:
     """Whether a worker is alive.
 
     silent_seconds: time since the last sign of life of the engine's process; 0 for a thread
-    busy_seconds:   how long the step that the engine is in has taken, when it was last heard of; 0 while it waits
+    busy_seconds:   how long the engine's current step had taken at the last sign of life; 0 while the engine waits
     """
 
     silent_seconds: float = 0.0
@@ -80,7 +81,7 @@ class ThreadWorker:
         on_death: OnDeath,
         on_phase: OnPhase | None = None,
     ) -> None:
-        drop_process()  # one may have been started for an engine that turns out to run here
+        drop_process()  # a process may have been started ahead for this engine, which runs in a thread
         self._source = source
         self._on_outputs = on_outputs
         self._on_death = on_death
@@ -111,7 +112,7 @@ class ThreadWorker:
         return Pulse(busy_seconds=0.0 if self._loop is None else self._loop.busy_seconds)
 
     def stop(self, timeout: float = STOP_SECONDS) -> None:
-        """End the thread after the step that it is in. It is left to itself if that takes longer than `timeout` seconds."""
+        """End the thread after its current step. If that takes longer than `timeout` seconds, the thread is left running."""
         self._commands.put(None)
         if self._thread is not None:
             self._thread.join(timeout)
@@ -156,7 +157,7 @@ class ProcessWorker:
         if self._stopping:  # `stop` was called before there was a process
             self._process.kill()
         try:
-            with suppress(OSError):  # the process has ended, which is noticed when it is read from
+            with suppress(OSError):  # the process has ended, which is noticed below when reading from it
                 ours.send(self._config)
             from fa_serve.engine.start.loading import load_tokenizer  # while the process imports the same modules
 
@@ -184,7 +185,7 @@ class ProcessWorker:
         return Pulse(time.monotonic() - self._heard, self._busy_seconds)
 
     def stop(self, timeout: float = STOP_SECONDS) -> None:
-        """End the process after the step that it is in. It is killed after `timeout` seconds, or if it is still loading."""
+        """End the process after its current step. It is killed after `timeout` seconds, or at once if it is still loading."""
         self._stopping = True
         self._commands.put(None)
         if self._process is not None:
@@ -196,7 +197,7 @@ class ProcessWorker:
             self._process.join()
 
     def kill(self) -> None:
-        """End the process at once, even if it is stopped. Does not wait, so a signal handler may call it."""
+        """End the process at once, even if it is suspended. Does not wait, so a signal handler may call it."""
         self._stopping = True
         if self._process is not None and self._process.pid is not None:
             with suppress(OSError):  # it has ended

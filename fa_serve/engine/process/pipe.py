@@ -1,11 +1,11 @@
 """What goes through the pipe between the engine's process and its parent, and how.
 
-    send_items(queue, connection)            # in a thread: all that wait at once, until None
+    send_items(queue, connection)            # in a thread: sends all waiting items at once, until None
     for item in receive_items(connection): ...
 
 The parent sends an `EngineConfig` and then commands (engine_loop.py). The process sends phases, log records and one `Ready`,
-and then a `StepOutputs` for each step and a `Beat` each second. An exception is the last that it sends. Left out: who reads and
-who writes (parent.py, child.py).
+and then a `StepOutputs` for each step and a `Beat` each second. An exception is the last item that it sends. Left out: who
+reads and who writes (parent.py, child.py).
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ log = logging.getLogger("fa_serve.engine")
 
 @dataclass(slots=True)
 class Ready:
-    """What others need to know of a loaded engine. Nothing in `config` is "auto" any more. card: of an encoder, else None
+    """What others need to know about a loaded engine. Nothing in `config` is "auto" any more.
 
-    summary: what the engine has decided beside its config
+    card:    describes an encoder; None for an engine that generates
+    summary: what the engine has decided in addition to its config
     """
 
     config: EngineConfig
@@ -46,7 +47,7 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """A sign of life of the engine's process. `busy_seconds`: how long the step that its loop is in has taken so far."""
+    """A sign of life of the engine's process. `busy_seconds`: how long the current step of its loop has taken so far."""
 
     busy_seconds: float
 

@@ -28,9 +28,9 @@ Stop = Callable[[SequenceState, int], None]
 class Answers:
     """Owner of the answers to unfinished requests.
 
-    tokenizer: without one, outputs have no text
+    tokenizer: if it is None, outputs have no text
     counters:  count the tokens of prompts and answers
-    stop:      ends a sequence whose text or grammar is complete, as `Scheduler.stop`
+    stop:      ends a sequence whose text or grammar is complete, as `Scheduler.stop` does
     """
 
     def __init__(self, tokenizer: Any, counters: Counters, stop: Stop) -> None:
@@ -50,7 +50,7 @@ class Answers:
         return self._states
 
     def sequences(self) -> list[SequenceState]:
-        """Those of all unfinished answers."""
+        """The sequences of all unfinished answers."""
         return [state.sequence for state in self._states.values()]
 
     def request_ids(self, request_id: str) -> list[str]:
@@ -58,7 +58,7 @@ class Answers:
         return self._groups.names(request_id)
 
     def add(self, request_id: str, params: SamplingParams, sequences: Iterable[SequenceState], matcher: Any) -> None:
-        """The sequences of a request have been scheduled. matcher: of its structured output; None without one"""
+        """Add the answers of a request whose sequences have been queued. matcher: of its structured output, or None"""
         stop = StopStrings(params.stop)
         for sequence in sequences:
             self._states[sequence.request.request_id] = OutputState.begin(sequence, self._tokenizer, stop, matcher)
@@ -70,7 +70,7 @@ class Answers:
             self._states[sequence.request.request_id].times.begin(now)
 
     def take(self, committed: CommittedStep, ends: Mapping[str, int]) -> list[RequestOutput]:
-        """The outputs of a step. ends: how many of the tokens end a structured output, by request id"""
+        """The outputs of a step. ends: by request id, how many of the new tokens complete a structured output"""
         step, result, gained = committed
         self.add_prompt_logprobs(result)
         outputs = []
@@ -82,8 +82,7 @@ class Answers:
     def add_prompt_logprobs(self, result: StepResult) -> None:
         """Take in the log-probabilities of prompt tokens that a step has computed.
 
-        Those that are known already are skipped: a preempted prompt is computed twice. So are those of requests that have
-        ended.
+        Skips those that are known already, because a preempted prompt is computed twice, and those of requests that have ended.
         """
         for sequence, start, entries in result.prompt_logprobs:
             state = self._states.get(sequence.request.request_id)

@@ -1,4 +1,4 @@
-"""Tokens become text as they come: never half a character, never any part of a stop string.
+"""Turns tokens into text as they arrive: never half a character, never any part of a stop string.
 
     stream = TextStream(tokenizer, context=prompt_token_ids, stop=StopStrings(("\\n\\n",)))
     text += stream.push(token)               # what may be shown now: often all of it, sometimes nothing yet
@@ -6,7 +6,7 @@
 
 A character may take several tokens: `tokenizers.DecodeStream` waits for the last of them. A stop string may begin anywhere and
 take several tokens: text that could be the beginning of a stop string is held back until the next tokens decide. Bytes that
-never become a character are shown as U+FFFD as soon as the next character settles that, and are left out at the very end.
+never become a character are shown as U+FFFD as soon as the next character makes that certain, or are left out at the very end.
 
 The stream starts from the last tokens of the prompt, because some tokenizers write a word differently at the start of a text.
 """
@@ -23,7 +23,7 @@ from fa_serve.engine.request.stop_strings import StopStrings
 CONTEXT = 6
 """Tokens of the prompt that the stream starts from."""
 MAX_UNSETTLED = 32
-"""Tokens without a whole character after which their bytes are shown as U+FFFD."""
+"""After this many tokens without a whole character, their bytes are shown as U+FFFD."""
 REPLACEMENT = "\ufffd"
 
 
@@ -48,8 +48,8 @@ class TextStream:
         self._skip = skip_special_tokens
         self._decoder = DecodeStream(ids=context, skip_special_tokens=self._skip)
         self._unsettled: list[int] = []
-        self._stop = stop or None  # asked once, because this decides what a token costs the host
-        self._state = 0  # of the stop strings, at the end of the text
+        self._stop = stop or None  # None without stop strings, tested once here because `push` must be fast
+        self._state = 0  # state of the stop strings at the end of the text
         self._held = ""
         self.stop_string: str | None = None
 

@@ -1,10 +1,10 @@
-"""A prompt with its parameters becomes requests, or a ParameterError says what cannot be served. Nothing is scheduled yet.
+"""Turns a prompt with its parameters into requests, or raises a ParameterError that says what cannot be served.
 
     processor = InputProcessor(tokenizer, config, vocab_size=32000, eos_ids=frozenset({2}))
     requests = processor.process("request-1", "Once upon a time", SamplingParams(n=3), priority=0)     # one for each answer
 
 This module decides the seed of a request that gives none, how many tokens it may get, which tokens end it, and its place in the
-queue. Left out: whether the queue has room and whether the id is in use (engine.py).
+queue. Left out: whether the queue has room, whether the id is in use, and scheduling (engine.py).
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from fa_serve.engine.request.token_biases import TokenBiases
 from fa_serve.spec import ParameterError
 
 PRIORITY_SECONDS = 10.0
-"""A request of priority p is ranked as if it had arrived p times so many seconds later, so no request waits forever."""
+"""A request of priority p is ranked as if it had arrived p times this many seconds later, so no request waits forever."""
 MAX_PRIORITY = 1000
-"""Bound of a priority and of its opposite."""
+"""The largest priority. The smallest one is its negative."""
 
 
 class InputProcessor:
     """Makes requests.
 
     tokenizer: a fast tokenizer of transformers, or None
-    config:    with max_model_len resolved
+    config:    max_model_len must be resolved
     eos_ids:   the model's end-of-sequence tokens
-    images:    the towers of the model, or why prompts may have no images
+    images:    encodes images with the model's towers; or a text, why prompts may have no images
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class InputProcessor:
         self._eos_ids = eos_ids
         self._images = images
         self._max_images = config.max_images
-        # running sequences may all have a token in the step
+        # every running sequence may have a token in the same step
         self._max_block = max(config.max_num_batched_tokens - config.max_num_seqs, 1)
         self._serial = count()
         self._random = random.Random(config.seed)
@@ -120,7 +120,7 @@ class InputProcessor:
     def _place_images(
         self, prompt: str | Sequence[int], images: Sequence[ImageInput], params: SamplingParams
     ) -> tuple[list[int], PromptImages]:
-        """The tokens of a prompt, where its images are, and what that comes to for the engine."""
+        """The tokens of a prompt, and what the engine must know about its images."""
         encoder = require_encoder(self._images)
         if isinstance(prompt, str):
             raise ParameterError("prompt", "be token ids, with an image token for each embedding of its images", prompt)
@@ -142,8 +142,8 @@ class InputProcessor:
     def _tokens_of(self, params: SamplingParams) -> tuple[frozenset[int], TokenBiases]:
         """The tokens that end an answer, and what is added to the logits of tokens.
 
-        The prompts of a request follow each other with the same parameters, which may name thousands of tokens. They share
-        what is made of these.
+        The prompts of one call come one after the other, with the same parameters, which may name thousands of tokens. So the
+        newest result is kept, and these prompts share it.
         """
         # copies, because a caller may change its dict or list afterwards
         named = (

@@ -1,4 +1,4 @@
-"""The engine's half of a request: what the client gets from one sequence. Text, log-probabilities, grammar, times.
+"""The client's half of a request: what the client gets from one sequence. Text, log-probabilities, grammar, times.
 
     state = OutputState.begin(sequence, tokenizer, stop, matcher)
     num_complete = state.follow(tokens)      # with a grammar
@@ -27,10 +27,10 @@ class OutputState:
     """What one sequence has given so far, as the client sees it.
 
     stream:  its text; None without a tokenizer, and for a request that asks for no text
-    matcher: the state of its structured output; None without one
+    matcher: the state of its structured output; None if it has none
     times:   where its time went
     complete: whether a stop string or its grammar has ended it
-    prompt_logprobs: those that are known, if they were asked for
+    prompt_logprobs: those that are known so far; None if they were not asked for
     """
 
     sequence: SequenceState
@@ -44,7 +44,7 @@ class OutputState:
     def begin(cls, sequence: SequenceState, tokenizer: Any, stop: StopStrings, matcher: Any) -> OutputState:
         """The state of a new sequence.
 
-        stop, matcher: those of its request. Its answers share the stop strings, and each follows a copy of the matcher
+        stop, matcher: those of its request. The answers to a request share the stop strings, and each has a copy of the matcher
         """
         stream = None
         request = sequence.request
@@ -95,14 +95,14 @@ class OutputState:
     def output(self, text: str, tokens: Sequence[int], logprobs: list[TokenLogprob] | None) -> RequestOutput:
         """The next increment: the text and the tokens that the answer has gained.
 
-        logprobs: None if they were not asked for, else one for each token; those of later tokens are left out
+        logprobs: None if they were not asked for, else one for each token; those of dropped later tokens are left out
         """
         sequence = self.sequence
         request = sequence.request
         num_output_tokens = sequence.num_output_tokens
         first = tokens and num_output_tokens == len(tokens)
         finished = sequence.finished
-        return RequestOutput(  # by position, because keywords cost 0.7 us, for each sequence and step
+        return RequestOutput(  # by position, because keyword arguments cost 0.7 us for each sequence and step
             request.request_id,
             request.prompt,
             text,

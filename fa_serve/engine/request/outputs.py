@@ -40,7 +40,7 @@ class RequestOutput:
     prompt_logprobs: one entry for each token of the prompt, None for the first one; in the first output, if asked for
     times:         where its time went in the engine; in the first and in the last output
     stop_string:   the stop string that ended the answer, which the text leaves out; in the last output
-    pooled:       what an encoder gives for the input number `index` and, if it has several rows, for those behind it
+    pooled:       what an encoder gives for the input number `index` and, if it has several rows, for the inputs after it
     num_*:         totals so far; num_cached_tokens counts prompt tokens whose keys and values came from the prefix cache
     """
 
@@ -87,7 +87,7 @@ class RequestOutput:
 
     @property
     def answers(self) -> range:
-        """The indices of the answers that it is for: several of an encoder, else one."""
+        """The indices of the answers that it is for: an encoder's output may be for several, others are for one."""
         return range(self.index, self.index + (1 if self.pooled is None else len(self.pooled)))
 
     def absorb(self, later: RequestOutput) -> None:

@@ -52,9 +52,9 @@ class StructuredOutput:
             _require(self.length() <= MAX_STRUCTURED, given[0], rule, getattr(self, given[0]))
 
     def length(self, limit: int | None = None) -> int:
-        """A lower bound of the characters of the structured output, which is not written out for it.
+        """A lower bound of the number of characters of the structured output, without writing it out.
 
-        limit: of a schema, above which counting stops; None is MAX_STRUCTURED
+        limit: number of a schema's characters above which counting stops; None is MAX_STRUCTURED
         """
         if isinstance(self.json_schema, Mapping):
             return schema_length(self.json_schema, MAX_STRUCTURED if limit is None else limit)
@@ -65,12 +65,12 @@ class StructuredOutput:
 class SamplingParams:
     """How to choose tokens and when to end.
 
-    max_tokens:     tokens to generate at most; None means as many as the model's length leaves room for, which is also the
-                    limit of larger values
+    max_tokens:     maximum number of tokens to generate; None means as many as the model's length leaves room for, and larger
+                    values are limited to that too
     temperature:    below 1e-6 is greedy; 1 samples from the model's own distribution
     top_p:          keep the first tokens whose probabilities sum to at least top_p, as few as possible, in (0, 1]
     top_k:          keep the first k tokens; 0 keeps all
-    min_p:          keep tokens that are at least min_p times as likely as the first one; 1 keeps the first one alone
+    min_p:          keep tokens that are at least min_p times as likely as the first one; 1 keeps only the first one
     presence_penalty:  subtracted once from the logit of each token that the answer contains
     frequency_penalty: subtracted from the logit of a token once for each time that the answer contains it
     repetition_penalty: divides positive and multiplies negative logits of tokens in the prompt or the answer; 1 is off
@@ -87,7 +87,7 @@ class SamplingParams:
     logprobs:       report the log-probability of each token, and those of this many most likely tokens
     prompt_logprobs: report the same for each token of the prompt except the first one
     structured:     what the whole answer must be, for example JSON of a schema
-    speculative:    let the engine guess tokens ahead where it is set up to (`EngineConfig.speculative`); the answer is the same
+    speculative:    use speculative decoding if the engine is set up for it (`EngineConfig.speculative`); the answer is the same
     n:              number of answers to the prompt; their seeds are seed, seed + 1, ...
     best_of:        generate this many answers and return the n with the largest mean log-probability of a token; None
                     returns all n answers as they are generated
@@ -136,7 +136,7 @@ class SamplingParams:
     def _check_types(self) -> None:
         for name in _INTEGERS:
             value = getattr(self, name)
-            # the usual cases make no call, because a server does this for each request
+            # the usual cases call no function, because a server does this for each request
             if type(value) is not int and not (value is None and name in _OPTIONAL):
                 _require(_is_integer(value), name, "be an integer", value)
         for name in _NUMBERS:
@@ -188,7 +188,7 @@ class SamplingParams:
         _require(self.allowed_token_ids is None or len(self.allowed_token_ids) > 0, "allowed_token_ids", "hold a token id", ())
 
     def with_numbers(self, **numbers: int | None) -> SamplingParams:
-        """The same with other numbers, such as max_tokens, which are checked. The rest has been checked already."""
+        """The same parameters with other numbers, such as max_tokens, whose ranges are checked again."""
         if all(getattr(self, name) == number for name, number in numbers.items()):
             return self
         other = copy(self)
@@ -207,7 +207,7 @@ class SamplingParams:
 
     @property
     def penalised(self) -> bool:
-        """Whether the logit of a token depends on the tokens before it by a penalty."""
+        """Whether a penalty makes the logit of a token depend on the tokens before it."""
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
 
     def token_ids(self) -> Iterator[int]:
@@ -220,16 +220,16 @@ MAX_IDS = 1024
 MAX_STOP = 16
 """Bound of `stop`."""
 MAX_STRUCTURED = 1 << 18
-"""Characters of a structured output."""
+"""Maximum number of characters of a structured output."""
 _OPTIONAL = ("max_tokens", "seed", "logprobs", "prompt_logprobs", "best_of")
 _INTEGERS = (*_OPTIONAL, "top_k", "min_tokens", "n")
 _NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 
 
 def schema_length(schema: object, limit: int) -> int:
-    """A lower bound of the characters of a schema in JSON. Counting stops above `limit`.
+    """A lower bound of the number of characters of a schema in JSON. Counting stops above `limit`.
 
-    A value takes two characters, its separator included, and a text three more than it has.
+    Each value counts as two characters, including its separator, and a text as its length plus three.
     """
     total = 2
     values = [schema]
@@ -264,9 +264,9 @@ def _require(holds: bool, field: str, rule: str, value: object) -> None:
 def params_of_each(
     prompts: Sequence[str | Sequence[int]], params: SamplingParams | Sequence[SamplingParams] | None, default: SamplingParams
 ) -> Sequence[SamplingParams]:
-    """The parameters of each prompt. params: for all prompts, or one for each; None are `default`
+    """The parameters of each prompt. params: one for all prompts, or one for each prompt; None means `default`
 
-    Raises ParameterError if the numbers differ, or if the prompts are one text.
+    Raises ParameterError if their number differs from the number of prompts, or if `prompts` is a single text.
     """
     if isinstance(prompts, str):
         raise ParameterError("prompts", "be a list of prompts, not one text", prompts)
@@ -281,7 +281,7 @@ def params_of_each(
 
 
 def adapter_of_each(prompts: Sequence[str | Sequence[int]], adapter: str | Sequence[str | None] | None) -> Sequence[str | None]:
-    """The name of each prompt's adapter. adapter: for all prompts, or one for each; None is the model itself
+    """The name of each prompt's adapter. adapter: one for all prompts, or one for each prompt; None means the model itself
 
     Raises ParameterError if it is neither.
     """

@@ -1,4 +1,4 @@
-"""Prompts become checked lists of token ids. The module needs no engine, so that another process can do this work.
+"""Turns prompts into checked lists of token ids. The module needs no engine, so that another process can do this work.
 
 tokens = PromptReader(tokenizer, vocab_size=32000, max_model_len=4096).read("Once upon a time")
 """
@@ -17,11 +17,11 @@ from fa_serve.spec import ParameterError
 MAX_IDS = 1 << 20
 """Tokens of a text that `PromptReader.encode` takes even if the model's context is shorter, so that they can be counted."""
 MARKS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
-"""Characters that are in no text, as Unicode says."""
+"""Unicode's noncharacters, which are not meant to be in any text."""
 PIECE = 1 << 18
-"""Characters that are tokenized at once in order to count them."""
+"""How many characters of a text are tokenized at a time to count its tokens."""
 NUM_IDS = 1 << 32
-"""Of which a tokenizer knows the names of some. It raises OverflowError for others."""
+"""A tokenizer can be asked for the names of ids below this, and raises OverflowError for others."""
 
 
 class PromptReader:
@@ -38,7 +38,7 @@ class PromptReader:
         self.vocab_size = vocab_size
         self._max_model_len = max_model_len
         self.max_ids = max(2 * max_model_len, MAX_IDS)
-        # here first, because threads use it later
+        # `_backend` may change the tokenizer at its first call, which must come before threads use the tokenizer
         self.max_chars = 0 if tokenizer is None else max_model_len * _most_characters(self._backend())
 
     def read(self, prompt: str | Sequence[int]) -> list[int]:
@@ -62,11 +62,11 @@ class PromptReader:
     def encode(self, text: str, special_tokens: bool = True, plain: Sequence[tuple[int, int]] = ()) -> list[int]:
         """The token ids of a text.
 
-        special_tokens: the tokenizer adds those that it adds to every text
-        plain:          places of the text, as (begin, end) and in order, where the name of a special token is plain text
+        special_tokens: let the tokenizer add the special tokens that it adds to every text
+        plain:          ranges of the text, as (begin, end) and in order, where the name of a special token is plain text
 
-        This calls tokenizers without transformers, which takes longer and warns of texts longer than the model's limit. The
-        text is sent as a batch of one, because that releases the interpreter's lock.
+        This calls the tokenizers library directly, because transformers takes longer and warns of texts longer than the
+        model's limit. The text is sent as a batch of one, because that releases the interpreter's lock.
 
         Raises ParameterError("prompt") for a text that is too long or cannot be encoded as UTF-8.
         """
@@ -86,7 +86,7 @@ class PromptReader:
         return ids
 
     def _encode_with_plain(self, text: str, special_tokens: bool, plain: Sequence[tuple[int, int]]) -> list[int]:
-        """A mark between the characters of a name keeps the tokenizer from finding it. The tokens of the marks are left out."""
+        """Marks between the characters of a name keep the tokenizer from finding the name. The marks' tokens are left out."""
         mark = find_mark(text)
         pieces = []
         position = 0
@@ -101,7 +101,7 @@ class PromptReader:
             if mark not in source:
                 ids.append(token)
             elif source.strip(mark):
-                break  # a token of more than the mark, as a tokenizer makes it of characters that it does not know
+                break  # the token covers more than marks, as a tokenizer's token for unknown characters may
         else:
             return ids
         parts = marked.split(mark)
@@ -116,10 +116,10 @@ class PromptReader:
         return self._backend().encode_batch_fast([text], add_special_tokens=special_tokens)[0]
 
     def _backend(self) -> Any:
-        """The tokenizer, which neither cuts nor pads a text.
+        """The tokenizer, with truncation and padding switched off.
 
-        Its file may say both, as one does that was saved after training, and a trainer that shares it sets both in each call
-        with `truncation` or `padding`. Such a call sets them again, so nothing is lost by switching them off.
+        A tokenizer that was saved after training may have both switched on, and a trainer that shares it switches them on in
+        each call with `truncation` or `padding`. Each such call sets them again, so switching them off here does no harm.
         """
         backend = self._tokenizer.backend_tokenizer
         if backend.truncation is not None:
@@ -131,8 +131,8 @@ class PromptReader:
     def _require_few_ids(self, text: str) -> None:
         """Raise ParameterError for a text with more than `max_ids` tokens, before all of them are in memory.
 
-        `max_chars` is far above that if the vocabulary has one long token, such as 128 spaces, and a token takes 100 bytes. A
-        text in pieces has hardly more tokens than in one, and no more than bytes.
+        `max_chars` allows far more tokens if the vocabulary has one long token, such as 128 spaces, and a token takes 100 bytes
+        of memory. A text that is cut into pieces has hardly more tokens than the whole text, and no more than it has bytes.
         """
         count = 0
         for begin in range(0, len(text), PIECE):
@@ -142,9 +142,9 @@ class PromptReader:
                 raise ParameterError("prompt", rule, f"at least {count}", "context_length_exceeded")
 
     def checked(self, prompt: Sequence[int]) -> list[int]:
-        """Token ids are checked here, because a bad one would fail a whole step later.
+        """A checked copy of token ids. A bad id would make a whole step fail later.
 
-        Those of a text are checked as well, because a tokenizer may have more tokens than its model.
+        The ids of a text are checked as well, because a tokenizer may have more tokens than its model.
         """
         if not isinstance(prompt, Iterable) or isinstance(prompt, bytes):
             raise ParameterError("prompt", "be a text or a list of token ids", prompt)
@@ -173,7 +173,7 @@ class PromptReader:
 
 
 def find_mark(text: str) -> str:
-    """A character that is not in the text. Raises ParameterError if all that mean nothing are."""
+    """One of MARKS that is not in the text. Raises ParameterError if all of them are."""
     mark = next((mark for mark in MARKS if mark not in text), None)
     if mark is None:
         rule = "not hold both names of special tokens and all of Unicode's noncharacters from U+FDD0 to U+FDEF"

@@ -23,12 +23,12 @@ class Request:
     seed:       64-bit integer that all random numbers of the answer come from
     end_ids:    tokens that end the answer
     rank:       position among the requests of the client; a smaller rank is served first and preempted last
-    arrival:    when the request came, in seconds of `time.monotonic`
+    arrival:    when the request arrived, in seconds of `time.monotonic`
     client:     whose request it is; clients get equal shares of the engine (fair_queue.py)
     cache_salt: the request shares cached prefixes only with requests of the same salt
-    adapter:    what is added to the model's weights for it; None for the base
+    adapter:    what is added to the model's weights for it; None for the model itself
     biases:     what `params` and `end_ids` add to the logits of single tokens
-    images:     those of the prompt; None without any
+    images:     images of the prompt; None if it has none
     """
 
     request_id: str
@@ -50,10 +50,10 @@ class Request:
         return (self.cache_salt, self.adapter_number) == (other.cache_salt, other.adapter_number)
 
     def is_like(self, other: Request) -> bool:
-        """Whether both are answers to one prompt: their prompts are one list, and share cached prefixes."""
+        """Whether both are answers to one prompt: their prompts are the same list, and may share cached prefixes."""
         return self.prompt is other.prompt and self.images is other.images and self.has_chain_of(other)
 
     @property
     def adapter_number(self) -> int:
-        """That of its adapter, which shares no cached prefix with another one; 0 for the base."""
+        """The number of its adapter, or 0 for the model itself. Cached prefixes are shared only if it is the same."""
         return 0 if self.adapter is None else self.adapter.number

@@ -1,11 +1,11 @@
-"""Finds stop strings in a text that comes in pieces, in time linear in the text: the automaton of Aho and Corasick.
+"""Finds stop strings in a text that arrives in pieces, in time linear in the text: the automaton of Aho and Corasick.
 
     strings = StopStrings(("\\n\\n", "END"))
     state = strings.step(state, character)   # begins with 0
     strings.complete(state)                  # length of the longest string that ends here, or 0
     strings.pending(state)                   # length of the longest suffix of the text that begins a string
 
-A library such as ahocorasick-rs searches whole texts. It does not show its state, and so not how much text must be held back.
+A library such as ahocorasick-rs searches whole texts. It does not expose its state, nor how much text must be held back.
 Source: Aho and Corasick, "Efficient string matching: an aid to bibliographic search", Communications of the ACM 18 (6), 1975.
 """
 

@@ -3,7 +3,7 @@
     biases = TokenBiases.of(params, end_ids, vocab_size)
     tokens, values = biases.at(num_output_tokens)        # of the next token
 
-A request may name thousands of tokens and have a hundred answers. To go through them in Python would take 50 ms of each step.
+A request may name thousands of tokens and have a hundred answers. Going through them in Python would add 50 ms to each step.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ def _arrays(biases: Mapping[int, float]) -> Biases:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenBiases:
-    """The answers to one request share them.
+    """The biases of one request, which all its answers share.
 
-    early:      before `min_tokens` tokens, when no token may end the answer
-    late:       afterwards
+    early:      biases before `min_tokens` tokens, while no token may end the answer
+    late:       biases afterwards
     min_tokens: as in `SamplingParams`
     allowed:    ids of the only tokens that are kept, or None for all
     """
@@ -42,7 +42,7 @@ class TokenBiases:
 
     @classmethod
     def of(cls, params: SamplingParams, end_ids: Collection[int], vocab_size: int) -> TokenBiases:
-        """Those of a request. Ids of `end_ids` that the model does not have are left out."""
+        """The biases of a request. Ids of `end_ids` that the model does not have are left out."""
         given = params.allowed_token_ids
         allowed = None if given is None else np.array(given, dtype=np.int64)
         if not (params.logit_bias or params.bad_token_ids or params.min_tokens):
@@ -55,7 +55,7 @@ class TokenBiases:
         return cls(early, late, params.min_tokens, allowed)
 
     def at(self, num_output_tokens: int) -> Biases:
-        """Those of the token behind so many tokens of the answer."""
+        """The biases of the next token, after `num_output_tokens` tokens of the answer."""
         return self.early if num_output_tokens < self.min_tokens else self.late
 
 

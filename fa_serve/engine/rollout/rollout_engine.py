@@ -4,23 +4,23 @@
     groups = engine.generate(prompts, n=8, params=SamplingParams(max_tokens=256))
     groups[0].rollouts[0].token_ids, groups[0].rollouts[0].logprobs
     ...                                      # a training step: optimizer.step() changes the parameters in place
-    engine.update()                          # keys and values of the weights before are dropped
+    engine.update()                          # drops keys and values that were computed with the previous weights
 
-The engine runs the trainer's parameters where they are. Fused layers merge projections; the parameters become views of the
-merged matrices and stay the objects that the optimizer has, so a step in place is seen without a copy. Between calls the model
-is the trainer's: its mode of training, its attention, and the forwards of its modules are put back after each call.
+The engine uses the trainer's parameters in place. Fused layers merge projections: the parameters become views of the merged
+matrices. They remain the objects that the optimizer has, so the engine sees an in-place step without a copy. Between calls the
+model belongs to the trainer: its training mode, its attention, and the forwards of its modules are restored after each call.
 
-Groups are given as they finish, and the caller may stop in between: the others keep their tokens and pages, and go on with the
-next call (partial rollouts).
+Groups are returned as they finish, and the caller may stop in between: the other groups keep their tokens and pages, and go on
+with the next call (partial rollouts).
 
     engine.submit(prompts, n=8, params=params)
     for group in engine.finished():
         if len(batch) == 64: break
-    engine.partial()                         # what is not finished, with the tokens so far
-    engine.update()                          # they will go on with the new weights, after their tokens are computed again
+    engine.partial()                         # unfinished groups, with their tokens so far
+    engine.update()                          # they go on with the new weights, after keys and values are computed again
 
-Left out: models whose parameters are divided (FSDP, DTensor, DeepSpeed): these are refused, and another copy of the model takes
-gathered parameters by `update(weights)`. The training forward with the same bits is `fa_serve.exact`.
+Left out: models whose parameters are divided (FSDP, DTensor, DeepSpeed). These are refused; a separate, whole copy of the model
+can take gathered parameters through `update(weights)`. The training forward with the same bits is `fa_serve.exact`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _FIXED = {
     "tensor_parallel": (1, "be 1 for a live model, whose parameters are whole"),
     "quantization": (None, "be None for a live model, whose parameters are trained as they are"),
 }
-"""Settings that an engine over a live model does not have: the value that they keep, and why."""
+"""Settings that cannot be changed for a live model: the value that each must have, and the rule that an error states."""
 
 
 _Form: TypeAlias = tuple[torch.dtype, torch.device]
@@ -103,7 +103,7 @@ class RolloutEngine:
 
     @property
     def weight_version(self) -> int:
-        """How often `update` was called, by `submit` and `finished` as well."""
+        """How often `update` was called, including the calls by `submit` and `finished`."""
         return self._engine.weight_version
 
     def generate(
@@ -114,7 +114,7 @@ class RolloutEngine:
     ) -> list[RolloutGroup]:
         """n answers to each prompt, by default one, in the order of the prompts. The arguments are those of `submit`.
 
-        Raises RolloutError for an answer that ends with an error. Nothing of this call is left in the engine then.
+        Raises RolloutError for an answer that ends with an error. All other answers of this call are then ended and dropped.
         """
         indices = self.submit(prompts, n, params)
         try:
@@ -130,8 +130,8 @@ class RolloutEngine:
         n: int | None = None,
         params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> Iterator[RolloutGroup]:
-        """The same, each group as soon as its answers have ended. Groups that are not taken go on with a later call, also after
-        a RolloutError.
+        """As `generate`, but yields each group as soon as its answers have ended. Groups that the caller does not take go on
+        with a later call, also after a RolloutError.
         """
         indices = self.submit(prompts, n, params)
         yield from self.finished(indices)
@@ -144,16 +144,16 @@ class RolloutEngine:
     ) -> list[int]:
         """Queue n answers to each prompt. Returns the numbers of the groups. Nothing is computed yet.
 
-        If an optimizer has stepped, or parameters have been changed in place, and `update` was not called, it is called first:
-        the keys and values of earlier prompts are those of other weights. Torch does not tell of changes of the `data` of a
-        parameter, so callers still owe the call.
+        If an optimizer has stepped, or parameters have been changed in place, and `update` was not called, it is called first,
+        because the keys and values of earlier prompts were computed with other weights. Torch does not report changes of a
+        parameter's `data`, so after such a change the caller must call `update`.
 
-        params: for all prompts, or one for each; None are those of the engine. `logprobs` is the number of the most likely
-                tokens that are reported; log-probabilities of sampled tokens always are. A seed is that of the first answer
-        n:      None is the `n` of the params, which is 1 by default
+        params: for all prompts, or one for each; None: the engine's defaults. `logprobs` is the number of the most likely
+                tokens that are reported; log-probabilities of sampled tokens always are. `seed` is the first answer's seed
+        n:      None: the `n` of the params, which is 1 by default
 
         Raises ParameterError as `Engine.add_request` does, for best_of, and for more answers than the queue holds; and
-        UnsupportedModelError as `update` does. Nothing is queued then.
+        UnsupportedModelError as `update` does. In these cases nothing is queued.
         """
         self._notice_changes()
         each = params_of_each(prompts, params, self._engine.default_params)
@@ -175,12 +175,12 @@ class RolloutEngine:
         return indices
 
     def finished(self, indices: Iterable[int] | None = None) -> Iterator[RolloutGroup]:
-        """Groups whose answers have ended, each once and as soon as it is known; None: all that were submitted.
+        """Yield each group once, as soon as all its answers have ended. indices: of the groups; None: all that were submitted.
 
-        Leaving the iteration stops the engine after the step that it is in. Answers keep their tokens and pages. Before they go
-        on, an `update` that was forgotten is made, as in `submit`.
+        Leaving the iteration stops the engine after its current step. Unfinished answers keep their tokens and pages. Before
+        they go on, `update` is called if the caller has forgotten it, as in `submit`.
 
-        Raises RolloutError for a group with an answer that has ended with an error; the other groups come with the next call.
+        Raises RolloutError for a group with an answer that has ended with an error; the next call yields the other groups.
         Raises UnsupportedModelError as `update` does.
         """
         wanted = None if indices is None else set(indices)
@@ -212,8 +212,8 @@ class RolloutEngine:
     def update(self, weights: Iterable[tuple[str, Tensor]] = (), *, keep_pages: bool = False) -> int:
         """The weights have changed. Returns their new version. Arguments and errors are those of `Engine.update_weights`.
 
-        To be called after each change of the parameters. Changes in place cost nothing but the prefix cache; a parameter that
-        has got other memory (`load_state_dict(assign=True)`) is merged and captured again. Unfinished answers
+        Call this after each change of the parameters. Changes in place only cost the prefix cache. If a parameter has moved to
+        other memory (`load_state_dict(assign=True)`), it is merged again and graphs are captured again. Unfinished answers
         compute their tokens' keys and values again when they go on, unless `keep_pages` is given.
 
         Raises UnsupportedModelError if a parameter has another dtype or device than when this engine was made: the KV cache,
@@ -231,7 +231,7 @@ class RolloutEngine:
     def sleep(self, level: int = 1) -> None:
         """Free the memory of the KV cache and of CUDA graphs, for a training step. The weights are the trainer's and stay.
 
-        level: 1 or 2, which are the same here; it is taken for users of vLLM's API
+        level: 1 or 2, which are the same here; accepted for users of vLLM's API
         """
         self._absorb(self._engine.drain())
         with self._lending():
@@ -261,7 +261,7 @@ class RolloutEngine:
         self._engine.check_integrity()
 
     def _versions_now(self) -> list[int]:
-        """How often torch has seen each parameter change in place. It does not see what a fused optimizer does."""
+        """How often torch has noticed an in-place change of each parameter. It does not notice steps of fused optimizers."""
         return [0 if x.is_inference() else x._version for x in self.model.parameters()]
 
     def _forms_now(self) -> list[_Form]:
@@ -280,12 +280,12 @@ class RolloutEngine:
                     f"RolloutEngine was made, and {name} was {before[0]} on {before[1]} and is {now[0]} on {now[1]}: "
                     "make a new RolloutEngine, or move the model back"
                 )
-        # parameters have come or gone, such as those of an adapter
+        # parameters were added or removed, such as those of an adapter
         self._forms = forms
         self._form_of = {name: _form(x) for name, x in self.model.named_parameters()}
 
     def _notice_changes(self) -> None:
-        """Call `update` if torch has seen other weights and the caller has not called it."""
+        """Call `update` if torch has noticed changes of the weights since its last call."""
         self._require_same_forms()
         if self._has_stepped or self._versions_now() != self._versions:
             self.update()
@@ -298,7 +298,7 @@ class RolloutEngine:
                 self._ready.append(self._groups.pop(output.request_id))
 
     def _drop(self, indices: list[int]) -> None:
-        """End and forget groups that have been given to nobody."""
+        """End and forget groups that no caller has received."""
         self.abort(indices)
         self._ready = [group for group in self._ready if group.index not in indices]
 
@@ -320,7 +320,7 @@ def _form(parameter: Tensor) -> _Form:
 
 
 def _note_step(owner: weakref.ref[RolloutEngine], optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """An optimizer of this process has stepped, perhaps one of the engine's parameters."""
+    """An optimizer of this process has stepped: remember it if the optimizer has parameters of the engine's model."""
     engine = owner()
     if engine is not None and not engine._has_stepped:
         own = {id(x) for x in engine.model.parameters()}
@@ -329,6 +329,6 @@ def _note_step(owner: weakref.ref[RolloutEngine], optimizer: torch.optim.Optimiz
 
 @contextmanager
 def _plain_numbers(device: torch.device) -> Iterator[None]:
-    """Outside of the autocast that a trainer may be in."""
+    """Inside this context, the autocast that a trainer may have enabled is off."""
     with torch.autocast(device.type, enabled=False):
         yield

@@ -1,6 +1,6 @@
 """What a trainer gets: the answers to one prompt, with the log-probability of each token. Plain data, no torch.
 
-A group with an answer that the engine could not compute is not given: `RolloutError` is raised, and has the group.
+A group with an answer that the engine could not compute is not returned: `RolloutError` is raised instead, and holds the group.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from fa_serve.spec import FaServeError
 
 @dataclass(slots=True)
 class Rollout:
-    """One answer, whole or as far as it has come.
+    """One answer, finished or unfinished.
 
     token_ids:       sampled tokens
-    logprobs:        the log-probability of each, natural logarithm, as `EngineConfig.logprobs_mode` says
+    logprobs:        the log-probability of each token, natural logarithm, as `EngineConfig.logprobs_mode` says
     top_logprobs:    for each token, (token id, log-probability) of the most likely ones; None if none were asked for
     weight_versions: for each token, the version of the weights that it was sampled with
-    text:            without a tokenizer it is empty
+    text:            of the tokens; empty without a tokenizer
     finish_reason, error: as in `RequestOutput`; None while the answer is unfinished
     """
 
@@ -73,7 +73,7 @@ class RolloutGroup:
 class RolloutError(FaServeError, RuntimeError):
     """An answer of a `RolloutEngine` could not be computed.
 
-    group: the answers to its prompt, with the tokens that they have; error: why the first of those that failed has ended
+    group: the answers to its prompt, with the tokens that they have; error: why the first failed answer has ended
     """
 
     def __init__(self, group: RolloutGroup, number: int, error: RequestError) -> None:

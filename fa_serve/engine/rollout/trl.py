@@ -5,14 +5,14 @@
     use_rollouts(trainer, engine, fa_serve.exact(trainer.model))       # use_vllm stays False in the config
     trainer.train()
 
-The trainer asks an object for two things: `sync_weights` after a step, and `generate`. `TrlGeneration` answers with a live
-engine, whose weights are the trainer's, so that the first is `RolloutEngine.update`. The log-probabilities of the rollout reach
-the trainer's correction by importance sampling as those of vLLM do. With `exact`, the trainer's own log-probabilities are
-computed by the model's head and `token_logprobs` instead of TRL's fused head, whose sums have another order, so that each first
-ratio is exactly 1.
+The trainer calls two methods of an object: `sync_weights` after a step, and `generate`. `TrlGeneration` implements them with a
+live engine, which uses the trainer's weights, so that `sync_weights` is only `RolloutEngine.update`. The log-probabilities of
+the rollouts enter the trainer's correction by importance sampling as those of vLLM do. With `exact`, the trainer's own
+log-probabilities are computed by the model's head and `token_logprobs` instead of TRL's fused head, which adds in another
+order. So the importance ratios of the first pass over a batch are exactly 1.
 
 Written for trl 1.16 (grpo_trainer.py, `_generate_single_turn` and `_get_per_token_logps_and_entropies`). Left out: images, and
-several processes that share one engine: each has an engine over its own whole copy of the model.
+an engine that several processes share: each process has an engine over its own whole copy of the model.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ from fa_serve.spec import ParameterError
 def use_rollouts(trainer: Any, engine: RolloutEngine, exact: ExactForward | None = None) -> None:
     """Let a GRPOTrainer of trl generate with this engine.
 
-    exact: what its log-probabilities are computed in, of an engine with `deterministic=True`; None leaves them to TRL
+    exact: the context in which its log-probabilities are computed, for an engine with `deterministic=True`; None leaves them to
+           TRL
 
     Raises ParameterError for a trainer that already generates in another way, or without the attributes that are replaced.
     """
@@ -66,7 +67,7 @@ def _exact_logprobs(
     compute_aux_loss: bool = False,
     **inputs: Any,
 ) -> tuple[Tensor, Tensor | None, None]:
-    """Takes the place of the trainer's method: log-probabilities and entropies of the last tokens, (batch, logits_to_keep)."""
+    """Replaces the trainer's method: log-probabilities and entropies of the last tokens, (batch, logits_to_keep)."""
     given = sorted(name for name, value in inputs.items() if value is not None)
     if given or compute_aux_loss:
         raise ParameterError("inputs", "be tokens alone, without the loss of a router, in an exact forward", given)
@@ -84,13 +85,13 @@ def _exact_logprobs(
 
 
 def _exact_backward(exact: ExactForward, backward: Callable[..., None], *args: Any, **inputs: Any) -> None:
-    """Takes the place of the accelerator's method: layers that are checkpointed are computed again as they were before."""
+    """Replaces the accelerator's method, so that checkpointed layers are computed again in the same way as in the forward."""
     with exact:
         backward(*args, **inputs)
 
 
 class TrlGeneration:
-    """Takes the place of trl's `VLLMGeneration`. trainer: its sampling parameters are read at each call"""
+    """Replaces trl's `VLLMGeneration`. trainer: its sampling parameters are read at each call"""
 
     def __init__(self, trainer: Any, engine: RolloutEngine) -> None:
         self._trainer = trainer
@@ -109,9 +110,9 @@ class TrlGeneration:
     ) -> tuple[list[list[int]], list[list[int]], list[list[list[float]]], list[list[list[int]]]]:
         """One answer to each prompt, as token ids.
 
-        prompts: each `num_generations` times, one after the other, unless a process has a part of a group
+        prompts: each prompt `num_generations` times in a row, unless a process has only part of a group
 
-        Returns the prompts, the answers, and for each token of an answer its log-probability and its id, in lists of one.
+        Returns the prompts, the answers, and for each token of an answer its log-probability and its id, each in a list of one.
         Raises ParameterError for images.
         """
         if images is not None and any(each is not None for each in images):
@@ -127,9 +128,9 @@ class TrlGeneration:
         )
 
     def params(self) -> SamplingParams:
-        """The trainer's sampling parameters. It says "all tokens" as top_k 0, -1 or None, and more in `generation_kwargs`.
+        """The trainer's sampling parameters, including `generation_kwargs`. Its top_k means all tokens if it is 0, -1 or None.
 
-        Raises ParameterError for one that `SamplingParams` does not have, and for a value that is not allowed.
+        Raises ParameterError for a name that `SamplingParams` does not have, and for a value that is not allowed.
         """
         trainer = self._trainer
         given: dict[str, Any] = {

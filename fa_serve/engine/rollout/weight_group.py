@@ -1,13 +1,14 @@
-"""The process group through which a trainer broadcasts weights to engines. Both ends make it.
+"""The process group through which a trainer broadcasts weights to engines. Each end makes a `WeightGroup`.
 
     group = WeightGroup("10.0.0.7", 29500, rank=1, world_size=2, backend="nccl", device=device, timeout=30.0)
     group.broadcast(tensor)                  # rank 0, the trainer, sends it; the others receive it into theirs
     group.close()
 
-The ranks meet at a store with which the trainer listens (`listen` of fa_serve.ops). When the constructor returns, all ranks are
-connected and need it no more. The group is not the default one of torch.distributed, so a trainer keeps that. It is gloo's on
-CPUs and NCCL's between GPUs. Neither authenticates or encrypts. Every wait ends after `timeout` seconds. Left out: what the
-tensors are, which is told by HTTP (weight_sender.py), and where they go (fa_serve.engine.start.new_weights).
+The ranks meet at a store of the trainer, which listens at a port (`listen` of fa_serve.ops). When the constructor returns, all
+ranks are connected and do not need the store any more. The group is not the default group of torch.distributed, which a trainer
+may use for itself. It uses gloo on CPUs and NCCL between GPUs. Neither authenticates or encrypts. Every wait ends after
+`timeout` seconds. Left out: what the tensors are, which the trainer announces over HTTP (weight_sender.py), and where they go
+(fa_serve.engine.start.new_weights).
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ class WeightGroup:
     """One end of the group.
 
     host, port: of the trainer's store; rank: 0 is the trainer
-    device:     of this rank's tensors: a GPU for nccl. gloo takes tensors on CPUs whatever it is
+    device:     of this rank's tensors: a GPU for nccl. With gloo, tensors are on the CPU whatever this is
     timeout:    seconds to meet, and for each broadcast
 
-    Raises ParameterError for a backend that this machine does not have, and WeightTransferError if the others do not come.
+    Raises ParameterError for nccl without a GPU, and WeightTransferError if the ranks do not meet in time.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class WeightGroup:
         self._group: Any = None
         limit = timedelta(seconds=timeout)
         try:
-            # the store's client would try for two timeouts where nobody listens
+            # if nobody listens, the store's client would try for two timeouts
             socket.create_connection((host, port), timeout).close()
             store = join(port, world_size, host, limit)
             store.set(_arrival(rank), "")
@@ -67,7 +68,7 @@ class WeightGroup:
                 make = getattr(dist, {"gloo": "ProcessGroupGloo", "nccl": "ProcessGroupNCCL"}[backend])
                 self._group = make(store, rank, world_size, limit)
             self.broadcast(torch.zeros(1, device=self.device))  # NCCL connects with its first call
-        except (RuntimeError, OSError, UnicodeError) as error:  # the last of a host that can be no name
+        except (RuntimeError, OSError, UnicodeError) as error:  # UnicodeError for a host that is not a valid name
             self.close()
             where = f"{world_size} ranks have not met at {host}, port {port}, within {timeout:g} s"
             raise WeightTransferError(f"{where}: {error}") from error
@@ -86,14 +87,14 @@ class WeightGroup:
             raise WeightTransferError(f"a rank has left the group of trainer and engines, or is late: {error}") from error
 
     def close(self) -> None:
-        """Leave the group. Who waits for this rank gets an error."""
+        """Leave the group. Ranks that wait for this one get an error."""
         if self._group is not None:
             self._group.abort()
             self._group = None
 
 
 def has_arrived(store: Store, rank: int) -> bool:
-    """Whether a rank has come to the trainer's store. It waits for the others there, for its timeout."""
+    """Whether a rank has reached the trainer's store. There it waits for the others until its timeout."""
     return bool(store.check([_arrival(rank)]))
 
 

@@ -1,12 +1,12 @@
-"""The trainer's end of weights over the wire: it tells servers by HTTP what comes, and broadcasts it through a process group.
+"""The trainer's end of a weight transfer: it announces weights to servers over HTTP, and broadcasts them in a process group.
 
     sender = WeightSender("http://127.0.0.1:8000", admin_key)
     sender.init_weight_transfer()            # once; again if a server has restarted
     sender.send_weights(model.named_parameters())
     sender.destroy()
 
-The methods are those that AsyncGRPOTrainer of trl asks of its `weight_transfer`. Names, dtypes and shapes are checked by the
-servers before the first tensor leaves. Left out: weights that are divided between ranks (FSDP), which are gathered before.
+The methods are those that AsyncGRPOTrainer of trl calls on its `weight_transfer`. The servers check names, dtypes and shapes
+before the first tensor is sent. Left out: weights that are divided between ranks (FSDP), which the trainer must gather first.
 """
 
 from __future__ import annotations
@@ -30,25 +30,26 @@ from fa_serve.ops.collectives.all_reduce import LOOPBACK, listen
 from fa_serve.spec import ParameterError
 
 REQUEST_SECONDS = 300.0
-"""How long a server may take for an answer, without the time of what it receives meanwhile."""
+"""How long a server may take to answer, not counting the time in which it receives weights."""
 SLOWEST_RATE = 10e6
-"""Bytes a second, of a transfer whose end is still waited for."""
+"""Bytes per second of the slowest transfer whose end is still waited for."""
 LOOK_SECONDS = 0.01
 
 
 class WeightSender:
-    """Gives weights to one server or to several, of one engine each.
+    """Sends weights to one or several servers, each with one engine.
 
-    urls:      of the servers, such as "http://127.0.0.1:8000"
+    urls:      addresses of the servers, such as "http://127.0.0.1:8000"
     admin_key: their FA_SERVE_ADMIN_KEY
-    host:      of this machine, where the servers meet this process; the loopback address is for servers of this machine
-    port:      0 is a free one. It is closed as soon as all have met
+    host:      the address of this machine at which the servers meet this process; the loopback address serves only servers on
+               this machine
+    port:      where they meet; 0 picks a free port. It is closed as soon as all have met
     device:    a GPU sends through NCCL, and each engine needs another GPU; a CPU sends through gloo
-    dtype:     that floating-point weights are sent in, which must be the engines'; None is the tensors' own
+    dtype:     in which floating-point weights are sent; must be the engines' dtype. None sends each tensor in its own dtype
     timeout:   seconds to meet, and for each tensor
 
-    Raises ParameterError for urls that are none. Methods raise WeightTransferError, with what a server has answered if it has
-    refused.
+    Raises ParameterError for urls that are not valid. Methods raise WeightTransferError, with the server's answer if a server
+    has refused.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class WeightSender:
         self._group: WeightGroup | None = None
 
     def init_weight_transfer(self) -> None:
-        """Meet the servers. The group takes the place of one that was there before."""
+        """Meet the servers in a new group, which replaces any earlier group."""
         self.destroy()
         size = 1 + len(self._urls)
         host, port = self._place
@@ -99,14 +100,15 @@ class WeightSender:
             del store  # which closes the port
 
     def send_weights(self, weights: Iterable[tuple[str, Tensor]], *, keep_pages: bool = False) -> int:
-        """Give the engines other weights. Returns the version that they have now; of several servers, the first one's.
+        """Send new weights to the engines. Returns their new version, as the first server reports it.
 
-        weights:    (name, whole tensor), by the names of the engine's model, as `named_parameters()` has them. All are held at
-                    once, because all are told before the first is sent
+        weights:    (name, whole tensor), by the names of the engine's model, as `named_parameters()` has them. All tensors are
+                    held in memory at once, because all are announced before the first is sent
         keep_pages: as in `Engine.update_weights`
 
         A server that refuses does so before the first tensor is sent, and keeps its weights. If the transfer fails later, the
-        group is closed, and the engine computes nothing until these weights have come: call `init_weight_transfer` and this.
+        group is closed, and the engine computes nothing until it has received these weights: call `init_weight_transfer` and
+        then this method again.
         """
         if self._group is None:
             raise WeightTransferError("there is no group of trainer and engines: call init_weight_transfer first")
@@ -139,16 +141,17 @@ class WeightSender:
         self._ask_all("/resume", {})
 
     def destroy(self) -> None:
-        """Leave the group. Engines that wait for this process get an error; others drop the group when they meet another."""
+        """Leave the group. Engines that wait for this process get an error; others drop the group when they join a new one."""
         if self._group is not None:
             self._group.close()
             self._group = None
 
     @contextmanager
     def _asked(self, path: str, bodies: Sequence[object], seconds: float = REQUEST_SECONDS) -> Iterator[list[Future[Any]]]:
-        """Ask each server, with one body for each, while the context runs. At its end they have answered.
+        """Send one body to each server. They may answer while the context runs; at its end, all of them have answered.
 
-        After an error in the context the group is closed. What a server says about it is raised instead, which knows more.
+        After an error in the context the group is closed. If a server reports an error as well, that one is raised instead of a
+        WeightTransferError, because it tells more about the cause.
         """
         with ThreadPoolExecutor(len(self._urls)) as pool:
             answers = [pool.submit(self._ask, url, path, body, seconds) for url, body in zip(self._urls, bodies, strict=True)]
@@ -184,15 +187,15 @@ class WeightSender:
 
 
 def _results(answers: Sequence[Future[Any]]) -> None:
-    """Wait for the answers. Raises what the first one that has failed has raised: the others fail because of it."""
+    """Wait for the answers. Raises the error of the first one that fails: the others fail because of it."""
     for answer in as_completed(answers):
         answer.result()
 
 
 def _is_address(url: str) -> bool:
-    """Whether HTTP can ask for this address."""
+    """Whether this is a valid address for HTTP requests."""
     try:
         parts = urlsplit(url)
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # of a port or an IPv6 address that is none
+    except ValueError:  # for an invalid port or IPv6 address
         return False

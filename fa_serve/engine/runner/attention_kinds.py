@@ -1,13 +1,13 @@
-"""What the engine does for models whose attention is of another kind than most.
+"""What the engine does for models with unusual kinds of attention.
 
     prepare_attention(model, config, model_layers(model).indexers)
 
-- Queries choose keys by indexers (DeepSeek V3.2, token-sparse attention), whose keys are cached in the pages of the layers
-  (fa_serve.hf.adapter.indexers).
-- The model's code needs the keys of all tokens, and is given those of all sequences of a step
+- Queries choose keys by indexers (DeepSeek V3.2, token-sparse attention). The keys of the indexers are cached in the pages of
+  the layers (fa_serve.hf.adapter.indexers).
+- The model's code needs the keys of all tokens, and is given the keys of all sequences of a step
   (fa_serve.hf.adapter.gathered_keys).
 
-`least_group_keys` says for which models attention reads pages that sequences share once, and when that pays.
+`least_group_keys` says for which models attention reads the pages that sequences share only once, and when that pays.
 
 Left out: which models these are, and what is computed.
 """
@@ -22,15 +22,15 @@ from fa_serve.hf import gathers_keys, seat_indexers
 from fa_serve.spec import AttentionSpec, ParameterError
 
 LEAST_GROUP_BYTES = 64 << 20
-"""Keys and values of one layer that groups of a step must save: what a GPU reads while it runs the two kernels more that a
-layer launches for groups, about 15 us at 4 TB/s. On an H200, 8 sequences that share 2,048 tokens, which saves 56 MiB, take
-21.4 us with groups and 21.0 without (results/cascade.jsonl)."""
+"""Bytes of one layer's keys and values that the groups of a step must save: what a GPU reads while it runs the two additional
+kernels that a layer launches for groups, about 15 us at 4 TB/s. On an H200, 8 sequences that share 2,048 tokens, which saves
+56 MiB, take 21.4 us with groups and 21.0 without (results/cascade.jsonl)."""
 
 
 def prepare_attention(model: Any, config: EngineConfig, indexers: Mapping[int, AttentionSpec]) -> None:
-    """Check the settings of a model of such a kind, and let indexers choose from the engine's cache. For others, do nothing.
+    """Check the settings of a model of such a kind, and let indexers choose from the engine's cache. Ignores other models.
 
-    Raises ParameterError for a setting that such models do not have, and UnsupportedModelError for an indexer of another kind.
+    Raises ParameterError for a setting that such models do not have, and UnsupportedModelError for an unknown kind of indexer.
     """
     if gathers_keys(model):
         _check_settings(model, config, "whose code needs the keys of all tokens")
@@ -42,7 +42,7 @@ def prepare_attention(model: Any, config: EngineConfig, indexers: Mapping[int, A
 def least_group_keys(model: Any, layers: Collection[AttentionSpec], *, wanted: bool) -> int:
     """How many keys groups of sequences must save (scheduler/prefix_groups.py); 0 for a model whose steps have no groups.
 
-    Groups are for layers that see all keys, and keep keys and values of each head.
+    Groups are only for models with layers that attend to all keys, and without latent keys.
     """
     whole = [layer.cached_bytes for layer in layers if layer.window_size[0] < 0]
     latent = any(layer.values_in_keys for layer in layers)

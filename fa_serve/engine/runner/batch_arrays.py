@@ -1,4 +1,4 @@
-"""The numbers of one step as NumPy arrays: a `ScheduledBatch` in, what the forward and the sampler read out.
+"""Turns a `ScheduledBatch` into the NumPy arrays that the forward and the sampler read in one step.
 
     arrays = batch_arrays(batch, block_table, page_size=16, vocab_size=32000)
 
@@ -38,12 +38,12 @@ class BatchArrays:
     sampling:  the fields of `SampleParams` that this step needs
     rows:      "sampled_slots", (n,) slots of the sequences that sample; if they are needed, "logprob_rows", (m,) rows among
                these, and "prompt_targets", (k,) prompt tokens whose log-probabilities are wanted
-    sequences: those that sample, by row of the logits; a sequence with k drafts has 1 + k rows
+    sequences: the sequences that sample, by row of the logits; a sequence with k drafts has 1 + k rows
     logprob_rows: rows of `sequences` that want log-probabilities
     prompt_spans: the prompt tokens of "prompt_targets"; their logits come after those of `sequences`
-    num_tokens, num_sequences: of the step, as attention sees it
+    num_tokens, num_sequences: numbers of tokens and sequences in the step, as attention sees it
     max_seqlen_q, max_seqlen_k: largest number of queries and of keys of one sequence
-    images:    pieces of images in the step, and blocks: of their tokens that attend both ways
+    images:    pieces of images in the step; blocks: their tokens that attend both ways
     decoding:  whether every sequence computes its last token, possibly with drafts after it, and samples
     fresh:     whether no sequence has keys in the cache from before this step
     """
@@ -70,7 +70,7 @@ class BatchArrays:
 
     @property
     def num_axes(self) -> int:
-        """Of the positions of its tokens."""
+        """The number of axes of the positions of its tokens."""
         positions = self.inputs["position_ids"]
         return 1 if positions.ndim == 1 else len(positions)
 
@@ -91,9 +91,8 @@ def batch_arrays(
 ) -> BatchArrays:
     """The arrays of one step. New pages are written into the block table.
 
-    drafting: the tokens are drafts, for which there are neither penalties nor log-probabilities, nor images: tokens that stand
-              for these are tokens like others
-    tokens_ahead: how many places later than its position a token is taken from
+    drafting: the tokens are drafts, without penalties, log-probabilities and images; image tokens are treated like any others
+    tokens_ahead: as in `ModelRunner`
     """
     chunks = batch.chunks
     input_ids = _input_ids(batch, block_table, tokens_ahead)
@@ -156,7 +155,7 @@ def batch_arrays(
 
 
 class _ChunkWithImages(NamedTuple):
-    """number: of the chunk; first: its first token of the step"""
+    """number: index of the chunk in the step; first: index of the chunk's first token among the tokens of the step"""
 
     chunk: Chunk
     images: PromptImages
@@ -173,7 +172,7 @@ def _chunks_with_images(batch: ScheduledBatch, firsts: NDArray[np.int64]) -> lis
 
 
 def _position_ids(places: NDArray[np.int64], found: Sequence[_ChunkWithImages]) -> NDArray[np.int64]:
-    """(total,) int64, or (axes, total) if a token has another position on each axis. places: in the sequences"""
+    """(total,) int64, or (axes, total) if a token's position differs between axes. places: of the tokens in their sequences"""
     positions = places.copy() if found else places
     for chunk, images, _, first in found:
         prompt = chunk.sequence.num_prompt_tokens
@@ -181,7 +180,7 @@ def _position_ids(places: NDArray[np.int64], found: Sequence[_ChunkWithImages]) 
         positions[..., first + end - chunk.start : first + chunk.length] += images.delta
         if images.positions is not None and end > chunk.start:
             own = images.positions[:, chunk.start : end]
-            # the axes differ in images alone, and CUDA graphs have one axis
+            # axes differ only within images, and positions on one axis fit the CUDA graphs of steps without images
             differ = bool((own != own[0]).any())
             if differ and positions.ndim == 1:
                 positions = np.repeat(positions[None], len(own), axis=0)
@@ -190,7 +189,7 @@ def _position_ids(places: NDArray[np.int64], found: Sequence[_ChunkWithImages]) 
 
 
 def _image_pieces(found: Sequence[_ChunkWithImages]) -> list[ImagePiece]:
-    """The tokens of the step that embeddings of images replace."""
+    """The pieces of images whose embeddings replace tokens of the step."""
     pieces = []
     for chunk, images, _, first in found:
         for placed in images.placed:
@@ -202,7 +201,7 @@ def _image_pieces(found: Sequence[_ChunkWithImages]) -> list[ImagePiece]:
 
 
 def _two_way_blocks(found: Sequence[_ChunkWithImages]) -> list[TwoWayBlock]:
-    """The tokens of the step that attend both ways. An earlier step may have computed the first ones of a block."""
+    """The tokens of the step that attend both ways. An earlier step may have computed the first tokens of a block."""
     blocks = []
     for chunk, images, number, first in found:
         for begin, end in images.blocks:
@@ -213,7 +212,7 @@ def _two_way_blocks(found: Sequence[_ChunkWithImages]) -> list[TwoWayBlock]:
 
 
 def _of_sequences(slots: NDArray[np.int64], seqused: NDArray[np.int64], ends: NDArray[np.int64]) -> Arrays:
-    """The fields with an entry for each sequence, as attention sees it. ends: the token after each of them"""
+    """The fields with an entry for each sequence, as attention sees it. ends: the token after each sequence"""
     return {
         "slots": slots,
         "seqused_k": seqused.astype(np.int32),
@@ -222,7 +221,7 @@ def _of_sequences(slots: NDArray[np.int64], seqused: NDArray[np.int64], ends: ND
 
 
 def _input_ids(batch: ScheduledBatch, block_table: BlockTable, tokens_ahead: int) -> list[int]:
-    """The step's tokens, pending ones as -(slot + 1). Each sequence's pages are written into the block table on the way."""
+    """The step's tokens, with -(slot + 1) for those that the host does not know yet. Also fills in the block table."""
     input_ids: list[int] = []
     for chunk in batch.chunks:
         sequence = chunk.sequence
@@ -239,7 +238,7 @@ def _input_ids(batch: ScheduledBatch, block_table: BlockTable, tokens_ahead: int
 
 
 def _within(vocab_size: int, tokens: list[int]) -> NDArray[np.int64]:
-    """Tokens, and 0 for those beyond the vocabulary, as which models may number the tokens of images."""
+    """The tokens, with 0 for numbers beyond the vocabulary, which models may give to image tokens."""
     ids = np.array(tokens, dtype=np.int64)
     return np.where(ids < vocab_size, ids, 0)
 
@@ -264,7 +263,7 @@ def _prompt_rows(batch: ScheduledBatch, firsts: NDArray[np.int64]) -> list[NDArr
 def _logprob_rows(requests: list[Request], sequences: list[SequenceState]) -> list[int]:
     """The rows that want log-probabilities. requests: those of `sequences`, once each"""
     if all(request.params.logprobs is None for request in requests):
-        return []  # the usual case, in which 128 rows of drafts need no more look-ups than their sequences
+        return []  # the usual case takes one look-up for each sequence, and not for each of its rows of drafts
     return [row for row, sequence in enumerate(sequences) if sequence.request.params.logprobs is not None]
 
 

@@ -5,28 +5,28 @@
     views = send(pad(arrays, shape), device, graphs.block)
     logits = graphs.run(shape)               # (shape.batch, vocab); overwritten by the next run
 
-A graph reads and writes the same addresses each time. Therefore the numbers of a step are sent into a fixed block of memory,
-one block for all graphs: first the fields of `pad`, then whatever else the caller sends. The pages of each sequence come from
-its row of the device's block table. The tables of the model that it reads stay as long as the graph, whatever the model puts in
-their place (`capture`). How attention splits its keys among the SMs is fixed at capture and depends on the longest
-sequence, so there are graphs for a few key lengths (KEY_LENGTHS) of each size. Decisions that depend on lengths known only to
-the device are made at each replay.
+A graph reads and writes the same addresses at each replay. Therefore the arrays of a step are sent into a fixed block of
+memory, which all graphs share: first the fields of `pad`, then whatever else the caller sends. Each sequence's pages are read
+from its row of the device's block table. A graph also keeps the tables of the model that it reads, such as tables of positions,
+because the model may replace them (`capture`). How attention splits its keys among the SMs is fixed at capture and depends on
+the longest sequence, so there are graphs for a few key lengths (KEY_LENGTHS) of each size. Decisions that depend on lengths
+known only to the device are made at each replay.
 
-Decoding has one graph for each batch size, and another one for steps that verify drafts (speculation/drafts.py). Steps with
-prompts have too many shapes for that: they are padded to a multiple of TOKEN_MULTIPLE, and there are never more than
-MAX_PROMPT_GRAPHS of them. With graphs the GPU does not wait for the launches of small models, nor of small steps of large
-models. All graphs share one memory pool. The largest step with prompts is captured before any other, so that the pool never
-grows later.
+Decoding has one graph for each batch size, and another for steps of this size that verify drafts. Steps with prompts have too
+many shapes for that: their tokens are padded to a multiple of TOKEN_MULTIPLE, and there are at most MAX_PROMPT_GRAPHS graphs of
+such steps. With graphs the GPU does not wait while the host launches the kernels of a small model, or of a small step of a
+large model. All graphs share one memory pool. The largest step with prompts is captured before other steps with prompts, so
+that the pool does not grow later.
 
-`prepare_one` captures likely shapes ahead, at start-up and when there is no request. Once it has been called, no step waits for
-a capture: a step takes a graph that is only a little too large, or runs eagerly, and a shape of prompts that comes
+`prepare_one` captures likely shapes ahead, at start-up and while there is no request. After its first call, no step waits for a
+capture: a step uses a graph that is only a little too large, or runs eagerly, and a shape with prompts that has occurred
 CAPTURE_AFTER times is captured in the next idle moment. The first step with images adds the likely shapes of such steps.
-Without `prepare_one`, as in offline use, steps capture: decoding when a shape first comes, and prompts when it has come
-CAPTURE_AFTER times.
+Without `prepare_one`, as in offline use, the steps themselves capture: a decoding shape at its first occurrence, and a shape
+with prompts after CAPTURE_AFTER occurrences.
 
 Graphs run the same forward as eager steps. A model that cannot be captured, for example because it reads something back from
-the device, stays eager, and the log says why. With several ranks the engine ends. Left out: steps that want log-probabilities
-of prompts.
+the device, stays eager, and the log says why; with several ranks, the engine ends instead. Left out: steps that want
+log-probabilities of prompts, which run eagerly.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class Inputs:
     position_ids:   (total,) int64, or (axes, total)
     logits_indices: (n,) int64, the tokens whose logits are wanted
     slots:          (batch,) int64, the slot of each sequence; a sequence without keys is padding
-    lora:           which token has which adapter; None if none has one
-    images:         embeddings of images
+    lora:           which token has which adapter; None if no token has an adapter
+    images:         embeddings of images; None for a step without images
     """
 
     input_ids: Tensor
@@ -84,9 +84,10 @@ class Inputs:
 class Shape(NamedTuple):
     """The padded sizes of a captured step.
 
-    tokens: of all sequences; batch: sequences; queries: tokens of one sequence, 1 if all decode; keys: of one sequence
-    lora:   sequences may have adapters; groups: they may share pages that are read once
-    axes:   of positions in a step with embeddings of images; 0 for a step without images
+    tokens, batch: numbers of tokens and of sequences
+    queries, keys: maximum numbers of tokens and keys of one sequence; queries is 1 if every sequence computes a single token
+    lora, groups:  sequences may have adapters; sequences may share pages that are read once
+    axes:          axes of positions in a step with embeddings of images; 0 for a step without images
     """
 
     tokens: int
@@ -99,7 +100,7 @@ class Shape(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """What the step computes beside last tokens: "nothing", "drafts" or "prompts"."""
+        """What the step computes in addition to the last token of each sequence: "nothing", "drafts" or "prompts"."""
         if self.queries == 1:
             return "nothing"
         few = self.queries <= MAX_DRAFTS + 1 and self.tokens == self.batch * self.queries
@@ -125,34 +126,34 @@ KEY_LENGTHS = (1024, 4096, 16384)
 EXTRA_BYTES = 1 << 20
 """Bytes of the block for what comes after the fields of `pad`."""
 TOKEN_MULTIPLE = 64
-"""Steps with prompts are padded to a multiple of this. The padding costs little beside waiting for launches."""
+"""Steps with prompts are padded to a multiple of this. The padding costs little compared with waiting for launches."""
 PROMPT_BATCHES = (16, 64)
 """Numbers of sequences in steps with prompts for which there are graphs, in addition to the largest possible one."""
 CAPTURE_AFTER = 2
-"""How often a step with prompts must come before it is captured.
+"""How often a shape with prompts must occur before it is captured.
 
-A capture takes the host about as long as one step that it saves: 9 to 18 ms on an H200 with 28 layers.
+A capture takes the host about as long as one eager step, which each replay saves: 9 to 18 ms for 28 layers on an H200.
 """
 MAX_PROMPT_GRAPHS = 256
-"""Number of graphs of steps with prompts."""
+"""Maximum number of graphs of steps with prompts."""
 MAX_TOKENS_AHEAD = 512
-"""Steps with prompts of up to so many tokens are captured in advance, and the largest possible one."""
+"""Steps with prompts are captured in advance up to this many tokens, and at the largest possible number."""
 
 
 class StepGraphs:
     """Owner of the graphs and of the memory that they read and write.
 
-    model:      what computes
+    model:      the model that `forward` runs
     forward:    takes what `inputs` makes and returns logits (n, vocab)
     max_batch:  sequences in a step; max_tokens: tokens in a step; max_keys: keys of a sequence
     max_drafts: drafts of a sequence in a step
-    vocab, dtype: of the logits
+    vocab, dtype: number of columns and dtype of the logits
     prompts:    capture steps with prompts too
     states:     the model keeps states, so that steps have the fields of `state_arrays`
     lora:       capture steps with adapters too
-    least_group_keys: a step has groups if they save reading so many keys; 0 without groups
-    fresh_tokens: from so many tokens on, a step without keys from earlier steps runs eagerly, as attention is faster then
-    on_error:   called with the error of a capture before steps run without it, and may raise
+    least_group_keys: a step has groups if they save reading this many keys; 0 if steps have no groups
+    fresh_tokens: with this many tokens or more, a step without keys from earlier steps runs eagerly: attention is faster then
+    on_error:   called with the error of a failed capture, before steps run without that graph; may raise
     """
 
     def __init__(
@@ -195,7 +196,7 @@ class StepGraphs:
             dtype=torch.uint8,
             device=device,
         )
-        # by number of sequences, queries of one sequence when drafts are verified: as many as the fewest sequences may have
+        # queries of each sequence that verifies drafts, by batch size: as many as the smallest batch padded to it may have
         smaller = [0, *self.sizes[:-1]]
         limits = {size: draft_limit(max_drafts, before + 1) for size, before in zip(self.sizes, smaller, strict=True)}
         self._queries = {size: 1 + limit for size, limit in limits.items() if limit}
@@ -211,7 +212,7 @@ class StepGraphs:
         self.num_captures = 0
 
     def shape_of(self, arrays: BatchArrays, lora: bool = False) -> Shape | None:
-        """The shape for a step, or None if it runs eagerly: see `shape_for`. lora: sequences have adapters"""
+        """The shape for a step, or None if it runs eagerly: see `shape_for`. lora: whether sequences have adapters"""
         axes = arrays.num_axes if arrays.images else 0
         takes_keys_as_they_come = arrays.fresh and self._fresh_tokens is not None and arrays.num_tokens >= self._fresh_tokens
         if arrays.prompt_spans or takes_keys_as_they_come:
@@ -245,12 +246,12 @@ class StepGraphs:
     ) -> Shape | None:
         """The shape for a step of `batch` sequences with `tokens` tokens, the longest sequence having `max_seqlen_k` keys.
 
-        decoding: every sequence computes its last token and drafts, at most `queries` tokens; otherwise `batch` is also the
-                  number of tokens that are sampled, if these are more
+        decoding: every sequence computes its last token and drafts, at most `queries` tokens; otherwise `batch` is the larger
+                  one of the number of sequences and the number of tokens that are sampled
 
-        That is the smallest shape that holds the step. If it is not captured, it is a captured one with as many tokens, or for
-        decoding with up to a quarter more. Otherwise it is None, and the step runs eagerly; unless `prepare_one` was never
-        called, and the step is worth a capture.
+        Returns the smallest shape that holds the step if it is captured; otherwise a captured shape with as many tokens, or for
+        decoding with up to a quarter more; otherwise None, and the step runs eagerly. Until `prepare_one` is called, steps
+        capture: a decoding step gets the smallest shape at once, and a step with prompts gets it if it is worth a capture.
         """
         keys = next(length for length in self.key_lengths if length >= max_seqlen_k)
         if decoding and not axes:
@@ -282,7 +283,7 @@ class StepGraphs:
         if held or decoding:
             return min(held, default=None)
         if axes and self._missing is not None and not self._prepares_images:
-            # the first step with images tells how many axes positions have, and that the model's steps with images have graphs
+            # only the first step with images shows how many axes positions have, and that graphs can run such steps
             self._prepares_images = True
             self._missing[:0] = [x._replace(axes=axes) for x in self._shapes_ahead() if x.kind == "prompts" and not x.lora]
         self._num_seen[shape] += 1
@@ -306,14 +307,14 @@ class StepGraphs:
         return self._prompts and sum(x.kind == "prompts" for x in self._replays) < MAX_PROMPT_GRAPHS
 
     def capture_ahead_only(self) -> None:
-        """From now on graphs are captured by `prepare_one` alone, and steps without one run eagerly."""
+        """From now on only `prepare_one` captures graphs, and a step without a graph runs eagerly."""
         if self._missing is None:
             self._missing = self._shapes_ahead()
 
     def prepare_one(self) -> bool:
         """Capture one shape, between steps. Returns False if nothing is left.
 
-        A failure is logged and ends all preparation. From the first call on, no step captures.
+        A failure is logged and ends all preparation. After the first call, steps no longer capture.
         """
         self.capture_ahead_only()
         try:
@@ -323,7 +324,7 @@ class StepGraphs:
                     if shape != self._largest:
                         self._capture_empty(shape)
                     return True
-        except Exception as error:  # Triton's errors are no RuntimeErrors; and a step that has the same problem will report it
+        except Exception as error:  # Triton's errors are not RuntimeErrors. A step with the same problem will report it
             self._on_error(error)
             log.warning("no more graphs are captured in advance, because a capture failed: %s", error)
             self._missing = []
@@ -338,7 +339,7 @@ class StepGraphs:
         return self._logits[: shape.rows]
 
     def capture_largest(self) -> None:
-        """Capture the largest decoding step. To be called first. Raises what the capture raises."""
+        """Capture the largest decoding step. Call this first. Raises what the capture raises."""
         self._capture_empty(Shape(self.sizes[-1], self.sizes[-1], 1, self.key_lengths[-1]))
 
     def close(self) -> None:
@@ -355,7 +356,7 @@ class StepGraphs:
     def _shapes_ahead(self) -> list[Shape]:
         """The shapes to capture in advance, the next one last.
 
-        Shapes of few keys come first, among these decoding before prompts, and among these batches of a power of two.
+        Shapes with few keys come first; among them decoding before prompts, and then batches whose size is a power of two.
         """
         shapes = [Shape(size, size, 1, keys) for keys in self.key_lengths for size in self.sizes]
         shapes += [Shape(size * n, size, n, keys) for keys in self.key_lengths for size, n in self._queries.items()]
@@ -391,8 +392,8 @@ class StepGraphs:
 
 
 def padding(shape: Shape, *, states: bool = False) -> dict[str, NDArray[Any]]:
-    """The fields of a step that consists of padding: its sequences have no keys, one token each while there are tokens, and
-    write nothing. states: with the fields of `state_arrays`"""
+    """The fields of a step that consists of padding: its sequences have no keys and write nothing. Each has one token, until
+    all tokens are used up. states: include the fields of `state_arrays`"""
     tokens = shape.tokens
     batch = shape.batch
     of_states = padding_state_arrays(batch, tokens, shape.kind == "prompts") if states else {}
@@ -412,7 +413,7 @@ def padding(shape: Shape, *, states: bool = False) -> dict[str, NDArray[Any]]:
 
 
 def pad(arrays: Mapping[str, NDArray[Any]], shape: Shape) -> dict[str, NDArray[Any]]:
-    """The fields of a step, followed by padding up to `shape`. arrays: with "image_rows" if the shape has axes"""
+    """The fields of a step, followed by padding up to `shape`. arrays: must have "image_rows" if the shape has axes"""
     padded = padding(shape, states="pieces" in arrays)
     if shape.axes:
         padded |= pad_images(arrays["image_rows"], arrays["position_ids"], shape.tokens)
@@ -440,16 +441,16 @@ def batch_sizes(largest: int) -> list[int]:
 
 
 def capture(function: Callable[[], None], pool: Any, model: nn.Module) -> tuple[Callable[[], None], Any]:
-    """The launches of a function as one call, and the memory pool that it uses. If `pool` is None, it makes a new one.
+    """Capture a function. Returns a call that replays its launches, and the graph's memory pool. pool: None makes a new one
 
-    model: what the function computes, which has computed it before. The call keeps its tables: a forward of more tokens than
-           there are positions in the table of Kosmos-2 puts a larger one in its place, and the graph reads the old one. Left
-           out: parameters, whose owner says when they move
+    model: the model that the function runs, and must have run before. The returned call keeps the model's tables, which the
+           graph reads: Kosmos-2, for example, replaces its table of positions when a forward has more tokens than the table.
+           Left out: parameters, whose owner says when they move
 
     Unlike `torch.cuda.graph` this does not empty the allocator's cache, which the next prompts would have to fill again.
 
-    cuBLAS keeps a workspace for each stream, and a graph keeps that of the stream on which it was captured. What has its own
-    stream, as towers have, is captured there: graphs that may be replayed at the same time have no workspace in common.
+    cuBLAS keeps a workspace for each stream, and a graph uses the workspace of the stream on which it was captured. Code with
+    its own stream, such as the towers, is captured on that stream, so graphs that may be replayed at once share no workspace.
     """
     graph = torch.cuda.CUDAGraph()
     current = torch.cuda.current_stream()
@@ -463,26 +464,26 @@ def capture(function: Callable[[], None], pool: Any, model: nn.Module) -> tuple[
             function()
         finally:
             graph.capture_end()
-    # what the function itself has replaced is no table, but something that every forward makes
+    # a tensor that the function itself has replaced is not a table, but something that every forward makes
     kept = [table for holder, name, table in tables if holder.get(name) is table]
     return partial(_replay, graph, kept), graph.pool()
 
 
 def _replay(graph: torch.cuda.CUDAGraph, kept: list[Tensor]) -> None:
-    """kept: not read here, but by the graph"""
+    """kept: tensors that the graph reads, held here so that they are not freed"""
     graph.replay()
 
 
 def _tables(model: nn.Module) -> list[tuple[dict[str, Any], str, Tensor]]:
-    """Buffers and other tensors that modules have, as (where, name, tensor)."""
+    """Buffers and other tensors that modules have, as (dict that holds it, name, tensor)."""
     holders: list[dict[str, Any]] = [held for module in model.modules() for held in (module._buffers, vars(module))]
     return [(held, name, x) for held in holders for name, x in held.items() if isinstance(x, Tensor)]
 
 
 @contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Inside, Python starts no collection of cyclic garbage. If it held the graph of a closed engine, freeing that would end a
-    capture. Left out: collections that another thread asks for."""
+    """Inside this context, Python starts no collection of cyclic garbage, which could free the graph of a closed engine and so
+    abort a capture. Left out: collections that another thread asks for."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -494,6 +495,6 @@ def _no_garbage_collection() -> Iterator[None]:
 
 @lru_cache(maxsize=1)
 def _capture_stream() -> Any:
-    """The stream of all captures for the default stream, on which nothing is captured."""
+    """The stream on which work of the default stream is captured, because the default stream itself cannot be captured."""
     stream: Any = torch.cuda.Stream
     return stream()

@@ -33,8 +33,8 @@ class PreparedBatch:
 class Forward:
     """A launched forward whose tokens have not been sampled yet.
 
-    logits:       (rows, vocab), a row for each of `sequences`, then those of `prompt_spans`; valid until the next launch
-    sequences:    those that sample, by row
+    logits:       (rows, vocab), first the rows of `sequences`, then those of `prompt_spans`; valid until the next launch
+    sequences:    the sequences that sample, by row
     logprob_rows: rows of `sequences` that want log-probabilities
     prompt_spans: the prompt tokens whose log-probabilities are wanted
     """

@@ -1,10 +1,10 @@
-"""The numbers of a step whose sequences form groups that share leading pages: see `PrefixGroups` and `CommonPrefixes`.
+"""The arrays of a step whose sequences form groups that share leading pages: see `PrefixGroups` and `CommonPrefixes`.
 
-    arrays = group_arrays(batch.groups, slots)          # on the host, beside those of batch_arrays.py
-    paged = with_groups(paged, fields, table)           # on the device
+    arrays = group_arrays(batch.groups, slots)          # on the host, in addition to those of batch_arrays.py
+    paged = with_groups(paged, fields, table, page_size)             # on the device
 
-All sizes are fixed by the number of sequences, so that a captured graph serves any groups, and so that the warm-up has met the
-kernels of every step without a graph. Left out: which groups there are.
+All sizes depend only on the number of sequences. So a captured graph serves any groups, and the warm-up compiles the kernels of
+every step that runs without a graph. Left out: which sequences form groups.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Arrays = dict[str, NDArray[Any]]
 
 
 def group_arrays(groups: Sequence[PrefixGroup], slots: NDArray[np.int64]) -> Arrays:
-    """The fields of a step with these groups. slots: of its sequences, those of the groups first"""
+    """The fields of a step with these groups. slots: slots of the step's sequences, members of groups first"""
     ends = np.cumsum([0, *(group.size for group in groups)], dtype=np.int32)
     pages = np.array([group.pages for group in groups], dtype=np.int32)
     fields = group_padding(len(slots))
@@ -40,7 +40,7 @@ def group_arrays(groups: Sequence[PrefixGroup], slots: NDArray[np.int64]) -> Arr
 
 
 def group_padding(batch: int) -> Arrays:
-    """The fields of a step of so many sequences in which no group has a member."""
+    """The fields of a step of `batch` sequences in which no group has a member."""
     groups = max(batch // 2, 1)
     return {
         "group_ends": np.zeros(groups + 1, dtype=np.int32),

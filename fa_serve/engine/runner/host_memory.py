@@ -1,18 +1,20 @@
-"""The memory of the host tier, and the copies between it and the device: `HostCopies` of the tier (cache/host_tier.py).
+"""The memory of the host tier, and the copies between it and the device: implements `HostCopies` (cache/host_tier.py).
 
     memory = HostMemory(lambda: [k_cache, v_cache], num_bytes=64 << 30, device=device)
     copying = memory.to_host(pages, slots)   # returns when the copies are queued
     copying.is_done()
 
 A row (a page or a state in all layers) is one range of bytes on the host. On a GPU one kernel packs rows into a buffer on the
-device (`ops.move_rows`), from which copies of whole runs of slots go to pinned memory, and back likewise. Each direction has
-two streams, so that one buffer is packed while the other one is copied. Neither waits for later steps, nor they for it: copies
-begin after the steps that are launched already. On a CPU the same is done at once.
+device (`ops.move_rows`), and whole runs of slots are copied from the buffer to pinned memory. Copies back go the reverse way.
+Each direction has two streams, so that one buffer is packed while the other one is copied. Copies begin after the steps that
+have been launched already. Later steps do not wait for copies, and copies do not wait for later steps. On a CPU, `to_host` and
+`to_device` return when the rows have been copied.
 
-The host's memory is pinned by a thread, piece by piece, because that takes seconds for each 10 GiB. The tier gets it as it
-comes. If the machine has less, the tier stays smaller, with a warning. On a CPU the system hands out memory when it is written
-first, so all that has been promised counts as taken. Memory is mapped and registered here, because PyTorch's
-pinned allocator rounds sizes up to powers of two. It goes with the process. Left out: which rows are copied when.
+A thread pins the host memory, piece by piece, because that takes seconds for each 10 GiB. The tier can use each piece as soon
+as it is pinned. If the machine has less memory, the tier stays smaller, with a warning. On a CPU the system provides memory
+only when it is first written, so all memory that has been promised counts as taken. This module maps and registers memory
+itself, because PyTorch's pinned allocator rounds sizes up to powers of two. The memory is unmapped when the process ends. Left
+out: which rows are copied, and when.
 """
 
 from __future__ import annotations
@@ -39,29 +41,29 @@ PIECE_BYTES = 256 << 20
 BUFFER_BYTES = 32 << 20
 """Bytes of a buffer on the device, of which there are four."""
 SPARE_BYTES = 2 << 30
-"""Bytes of the machine's memory that the tier leaves to others in any case."""
+"""Bytes of the machine's memory that the tier always leaves to others."""
 
 
 def staging_bytes(row_bytes: int) -> int:
-    """Bytes on a GPU beside the cache, for rows of this size."""
+    """Bytes that the buffers for rows of this size take on a GPU, in addition to the cache."""
     return 4 * _buffer_rows(row_bytes) * row_bytes
 
 
 def _buffer_rows(row_bytes: int) -> int:
-    """Rows of a buffer. An even number, because the numbers of the rows that fill one begin at a multiple of 16 bytes."""
+    """Rows of a buffer: an even number, so that the part of the row numbers (int64) for each buffer is aligned to 16 bytes."""
     return max(BUFFER_BYTES // row_bytes // 2 * 2, 2)
 
 
 class HostMemory:
     """Slots on the host for rows of a device's tensors.
 
-    tensors:   gives the tensors, which may be allocated anew between two copies; (num_rows, ...) each
-    num_bytes: of the host's memory at most
-    name:      of the rows, for the name of the thread and the warning
-    promised:  bytes of the host's memory that others will write to and may not have written to yet
+    tensors:   returns the tensors, (num_rows, ...) each, which may be reallocated between two copies
+    num_bytes: maximum number of bytes of host memory
+    name:      what the rows are, for the name of the thread and the warning
+    promised:  bytes of host memory that others will write to and may not have written to yet
 
-    Raises ValueError if rows cannot be copied as they lie (`ops.RowTable`), and torch.OutOfMemoryError without room for
-    buffers.
+    Raises ValueError if the layout of the rows does not allow copies (`ops.RowTable`), and torch.OutOfMemoryError if there is
+    no room for buffers.
     """
 
     def __init__(
@@ -108,7 +110,7 @@ class HostMemory:
         return memoryview(row).cast("B")
 
     def wait_until_pinned(self) -> None:
-        """Return when there is all the memory that there will be."""
+        """Return when all memory has been pinned, or no more of it can be."""
         if self._thread is not None:
             self._thread.join()
 
@@ -142,7 +144,7 @@ class HostMemory:
 
     def _pin(self, num_bytes: int) -> None:
         """Map and pin the memory. Runs in a thread."""
-        if self._device.index is not None:  # without a number it is the device that every thread begins with
+        if self._device.index is not None:  # without an index, it is the device that every thread starts with
             torch.cuda.set_device(self._device)
         for size in self._piece_sizes(num_bytes):
             if self._closed.is_set():
@@ -164,7 +166,7 @@ class HostMemory:
         )
 
     def _pin_piece(self, size: int) -> str:
-        """Add a piece of so many slots. Returns why that is not possible, or nothing."""
+        """Add a piece of `size` slots. Returns why that is not possible, or an empty text."""
         num_bytes = size * self.row_bytes
         if reason := _room_reason(num_bytes):
             return reason
@@ -195,7 +197,7 @@ class HostMemory:
             raise  # the device is lost
         except (RuntimeError, MemoryError) as error:
             if self._lanes:
-                self._lanes[to_host].synchronize()  # nothing is written after a failure has been told
+                self._lanes[to_host].synchronize()  # nothing may be written after a failure has been reported
             raise CopyError(f"{type(error).__name__}: {error}") from error
 
     def _copy_at_once(self, table: ops.RowTable, pairs: Sequence[tuple[int, int]], *, to_host: bool) -> None:
@@ -212,7 +214,7 @@ class HostMemory:
             ops.move_rows(table, rows, packed, pack=False)
 
     def _runs(self, slots: Sequence[int]) -> Iterator[tuple[int, int, Tensor]]:
-        """(first, last, memory) of each range of these slots, which are sorted, that lie one behind the other."""
+        """(first, last, memory) for each run of consecutive slots in one piece: slots[first:last]. slots: sorted"""
         per_piece = self._slots_of_piece
         first = 0
         for index in range(1, len(slots) + 1):
@@ -233,7 +235,7 @@ class HostMemory:
 
 
 def _room_reason(num_bytes: int, promised: int = 0) -> str:
-    """Why the machine does not have so many bytes more for the tier, or nothing. promised: as in `HostMemory`"""
+    """Why the machine does not have this many more bytes for the tier; empty if it has. promised: as in `HostMemory`"""
     room = max(reclaimable_memory() - promised, 0)
     if num_bytes + SPARE_BYTES <= room:
         return ""
@@ -247,7 +249,7 @@ def _cudart() -> Any:
 
 
 class _Done:
-    """Copies that have ended before they could be waited for."""
+    """Copies that have already ended."""
 
     def is_done(self) -> bool:
         return True
@@ -257,7 +259,7 @@ class _Done:
 
 
 class _Queued:
-    """Copies on a GPU's streams. kept: tensors that the streams use until then"""
+    """Copies on a GPU's streams. kept: tensors that the streams use until the copies end"""
 
     def __init__(self, event: torch.Event, kept: list[Tensor]) -> None:
         self._event = event

@@ -1,9 +1,9 @@
-"""Inference mode around the methods of each step, without the two objects and five calls of PyTorch's own decorator.
+"""Inference mode for methods that every step calls, without the two objects and five calls that PyTorch's decorator costs.
 
     @in_inference_mode
     def launch(self, batch): ...
 
-Left out: methods that no step calls, which have `torch.inference_mode()`.
+Left out: methods that no step calls; they use `torch.inference_mode()`.
 """
 
 from __future__ import annotations

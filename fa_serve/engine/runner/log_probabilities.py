@@ -3,8 +3,8 @@
     chosen, values, ids = log_probabilities(logits, tokens, top=5)
     scores = processed_scores(logits, tokens, params, counts, slots)     # of the distribution that tokens are drawn from
 
-Trainers of reinforcement learning want those of the distribution that tokens are drawn from, others those of the model. Left
-out: how tokens are drawn (sampler.py).
+Trainers of reinforcement learning want log-probabilities of the distribution that tokens are drawn from; other users want those
+of the model. Left out: how tokens are drawn (sampler.py).
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ def processed_scores(
     scores = adjusted / temperature
     if params.top_k is None and params.top_p is None and params.min_p is None:
         return scores
-    # limits are applied to what the draw applies them to
+    # the limits are applied to the same numbers as in the draw
     centred = (adjusted - adjusted.amax(dim=-1, keepdim=True)) / temperature
     kept = torch.ones_like(centred, dtype=torch.bool)
     if params.top_k is not None or params.top_p is not None:
         kept = kept_tokens(centred, params.top_k, params.top_p, params.largest_top_k)
     if params.min_p is not None:
         kept &= centred >= params.min_p.log()[:, None]
-    # a kernel may round the sum at the limit in another way, and what was drawn was kept
+    # a kernel may round the sum at the limit differently, but a token that was drawn must have been kept
     kept = kept.scatter(1, tokens.clamp(min=0)[:, None], True) | greedy[:, None]
     return scores.masked_fill(~kept, NEG_INF)
 

@@ -25,7 +25,7 @@ from fa_serve.hf.lora.product import LoraStep
 
 DECODING_ROWS = 16
 PROMPT_ROWS = 64
-"""Rows of a tile where sequences compute one token and drafts, and where there are prompts."""
+"""Rows of a tile in steps in which sequences compute one token and drafts, and in steps with prompts."""
 _NONE = np.iinfo(np.int64).max
 
 
@@ -33,8 +33,8 @@ _NONE = np.iinfo(np.int64).max
 class StepAdapters:
     """The adapters of a step on the host.
 
-    slots:    of each token; -1 for one without an adapter
-    is_eager: the step has no CUDA graph
+    slots:    slot of each token's adapter; -1 for a token without an adapter
+    is_eager: the step must run without a CUDA graph
     outer:    the slots of adapters that change the embedding or the head, in order
     """
 
@@ -44,7 +44,7 @@ class StepAdapters:
 
 
 def step_adapters(batch: ScheduledBatch, slot_of: Callable[[Adapter], int]) -> StepAdapters | None:
-    """The adapters of the sequences of a step; None if none has one."""
+    """The adapters of the sequences of a step; None if no sequence has an adapter."""
     adapters = [chunk.sequence.request.adapter for chunk in batch.chunks]
     known = {adapter: slot_of(adapter) for adapter in adapters if adapter is not None}
     if not known:
@@ -61,7 +61,7 @@ def tile_rows(queries: int) -> int:
 
 
 def lora_padding(tokens: int, batch: int, queries: int) -> dict[str, NDArray[Any]]:
-    """The fields of a step without adapters, with as many tiles as so many tokens of `batch` sequences have at most."""
+    """The fields of a step without adapters, with the most tiles that `tokens` tokens of `batch` sequences can have."""
     tiles = np.zeros((tokens // tile_rows(queries) + min(batch + 1, tokens), 3), dtype=np.int32)
     found = _tiles_of(-1, 0, tokens, tile_rows(queries))
     tiles[: len(found)] = found
@@ -73,7 +73,7 @@ def lora_padding(tokens: int, batch: int, queries: int) -> dict[str, NDArray[Any
 
 
 def name_padding(padded: dict[str, NDArray[Any]], tokens: int, num_tiles: int, queries: int) -> None:
-    """Name the rows behind the `tokens` of a step in tiles without an adapter, behind the `num_tiles` of the step."""
+    """Name the rows past the step's `tokens` in tiles without an adapter, which follow the step's `num_tiles` tiles."""
     tiles = padded["lora_tiles"]
     found = _tiles_of(-1, tokens, len(padded["lora_rows"]) - tokens, tile_rows(queries))
     tiles[num_tiles:] = 0
@@ -81,7 +81,7 @@ def name_padding(padded: dict[str, NDArray[Any]], tokens: int, num_tiles: int, q
 
 
 def lora_arrays(adapters: StepAdapters, logits_indices: NDArray[np.int64], queries: int) -> dict[str, NDArray[Any]]:
-    """The fields of a step. logits_indices: the tokens of the rows of the logits"""
+    """The fields of a step. logits_indices: the token of each row of the logits"""
     rows, tiles = tile_arrays(adapters.slots, tile_rows(queries))
     fields: dict[str, NDArray[Any]] = {
         "lora_rows": rows,
@@ -97,7 +97,7 @@ def lora_arrays(adapters: StepAdapters, logits_indices: NDArray[np.int64], queri
 def lora_step(memory: LoraMemory, fields: Mapping[str, Tensor], adapters: StepAdapters | None, queries: int) -> LoraStep | None:
     """What the products of a step read; None if the step has none of the fields of `lora_arrays`.
 
-    fields: on the device; adapters: of a step without a CUDA graph
+    fields: on the device; adapters: those of a step without a CUDA graph, None in a graph
     """
     if "lora_tiles" not in fields:
         return None
@@ -107,7 +107,7 @@ def lora_step(memory: LoraMemory, fields: Mapping[str, Tensor], adapters: StepAd
 
 
 def tile_arrays(slots: NDArray[np.int64], block_rows: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """The fields `rows` and `tiles` of `LoraBatch`, without padding. slots: of each row, -1 for one without an adapter"""
+    """The fields `rows` and `tiles` of `LoraBatch`, without padding. slots: slot of each row, -1 for a row without adapter"""
     keys = np.where(slots < 0, _NONE, slots)
     rows = np.argsort(keys, kind="stable").astype(np.int32)
     tiles = [np.zeros((0, 3), dtype=np.int32)]

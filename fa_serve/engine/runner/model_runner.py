@@ -3,11 +3,12 @@
     runner = ModelRunner(model, config)
     runner.allocate(num_pages, max_model_len, num_states)
     forward = runner.launch(batch)           # returns when the work is queued, not when it is done
-    pending = runner.sample(forward)         # the same; the masks of structured outputs may come as late as this
+    pending = runner.sample(forward)         # the same; the masks of structured outputs are needed only now
     result = pending.read()                  # waits for the device: one token for each chunk that samples
 
-The numbers of a step are one block of host memory, sent in one copy. The device keeps the last sampled token of each slot,
-which the host may not know yet. Left out: which tokens are computed (scheduler.py) and how one is chosen (sampler.py).
+The arrays of a step are packed into one block of host memory and sent in one copy. The device keeps the last sampled token of
+each slot, because the host may not know it yet when it launches the next step. Left out: which tokens are computed
+(scheduler.py) and how a token is chosen (sampler.py).
 """
 
 from __future__ import annotations
@@ -71,15 +72,15 @@ log = logging.getLogger("fa_serve.engine")
 
 
 class ModelRunner:
-    """Owner of everything on the device. Before the first step it needs its cache: see `allocate`.
+    """Owner of everything on the device. Call `allocate` before the first step.
 
     drafting: this is a draft model, whose draws ignore penalties and need no log-probabilities
-    on_graph_error: called with the error of a graph before steps run without it. Raises if other ranks would go on with theirs
-    draft:    the runner of the draft model (draft_model.py), whose cache has the same pages; None without one
-    tokens_ahead: how many places later in the sequence than its position a token is taken from: 1 for a head
+    on_graph_error: called if a graph fails, before steps run without graphs. Raises if other ranks would still use theirs
+    draft:    the runner of the draft model (draft_model.py), whose cache has the same pages; None if there is no draft model
+    tokens_ahead: the forward reads token p + tokens_ahead of the sequence at position p: 1 for a draft head, otherwise 0
 
-    Raises UnsupportedModelError for a model that the engine cannot run, and ParameterError for settings that models with states
-    do not have.
+    Raises UnsupportedModelError for a model that the engine cannot run, and ParameterError for settings that the engine does
+    not have for this kind of model.
     """
 
     tokens_ahead = 0
@@ -141,7 +142,7 @@ class ModelRunner:
 
     @property
     def window(self) -> int | None:
-        """Keys before a token that any layer attends to, those of a draft model included; None if a layer attends to all."""
+        """The longest window of any layer, including the draft model's, in keys before a token; None if a layer has none."""
         layers = [*self.layers.values(), *(self.draft.layers.values() if self.draft else ())]
         lefts = [layer.window_size[0] for layer in layers]
         return None if min(lefts, default=-1) < 0 else max(lefts)
@@ -156,7 +157,7 @@ class ModelRunner:
         return fused
 
     def refit(self) -> None:
-        """Fuse and capture again, because weights lie elsewhere in memory than before. The KV cache stays."""
+        """Fuse layers and capture graphs again, because weights have moved in memory. The KV cache stays."""
         unfuse_model(self.model)
         if self.fuses or self._deterministic:
             take_scaled_experts(self.model)
@@ -170,7 +171,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def rescale(self) -> None:
-        """Find the scales of a float8 cache anew, for other weights."""
+        """Compute the scales of a float8 cache again, because the weights have changed."""
         if "descales" in self._options:
             kv_cache.rescale(self._options["descales"], self.model, self.vocab_size, self.layers)
 
@@ -187,7 +188,7 @@ class ModelRunner:
 
     @property
     def bytes_per_page(self) -> int:
-        """Bytes of the keys and values of one page, those of the draft model included."""
+        """Bytes of the keys and values of one page, including those of the draft model."""
         own = kv_cache.bytes_per_page((self.layers | self.indexers).values(), self.page_size)
         return own + (self.draft.bytes_per_page if self.draft else 0)
 
@@ -195,7 +196,7 @@ class ModelRunner:
     def make_graphs(self) -> bool:
         """Capture the largest decoding step. Returns False, and logs why, if this model cannot be captured.
 
-        To be called once, when the cache has its final place.
+        Call this when the cache has its final address, and again after the cache or the weights have moved.
         """
         if isinstance(self.images, ImageEncoder):
             self._image_memory = ImageMemory(self._max_tokens, self.images.reader.hidden, self.model.dtype, self.device)
@@ -210,7 +211,7 @@ class ModelRunner:
             max_drafts=self._max_drafts,
             vocab=self.vocab_size,
             dtype=self.model.dtype,
-            # attention with other options plans for the longest prompt that is possible, not for the longest in the batch
+            # with other options, attention plans for the longest possible prompt, not for the longest one in the batch
             prompts=self._options.keys() <= {"num_splits"},
             states=bool(self.states),
             on_error=self._on_graph_error,
@@ -230,7 +231,7 @@ class ModelRunner:
         return True
 
     def close(self) -> None:
-        """Free the graphs and the KV cache, after the last step or until `allocate` is called again."""
+        """Free the graphs and the KV cache. No step can run until `allocate` is called again."""
         if self._graphs is not None:
             self._graphs.close()
         self.kv_caches = {}
@@ -242,9 +243,9 @@ class ModelRunner:
 
     @torch.inference_mode()
     def prepare_one(self) -> bool:
-        """Capture one more graph ahead of time, of this model or of the draft model, by turns. Returns False if none is left.
+        """Capture one more graph ahead of time, of this model and the draft model in turn. Returns False if none is left.
 
-        From the first call on, steps of neither model capture.
+        After the first call, steps of either model no longer capture graphs.
         """
         graphs = [x._graphs for x in (self, self.draft) if x is not None and x._graphs is not None]
         for each in graphs:
@@ -253,12 +254,12 @@ class ModelRunner:
 
     @property
     def num_captures(self) -> int:
-        """How many CUDA graphs have been captured, those of the draft model included."""
+        """How many CUDA graphs have been captured, including those of the draft model."""
         own = 0 if self._graphs is None else self._graphs.num_captures
         return own + (0 if self.draft is None else self.draft.num_captures)
 
     def preparations(self) -> tuple[int, int]:
-        """Kernels that were compiled or loaded, and CUDA graphs that were captured, up to now."""
+        """How many kernels have been compiled or loaded so far, and how many CUDA graphs have been captured."""
         return sum(num_compilations()), self.num_captures
 
     @torch.inference_mode()
@@ -281,7 +282,7 @@ class ModelRunner:
         if self.state_memory:
             arrays |= empty_state_arrays(lengths)
         variants = [arrays, arrays | group_padding(step.batch)] if self.cascades and queries == 1 else [arrays]
-        if self.adapters is not None:  # all tokens have the adapter of slot 0, which has no ranks yet
+        if self.adapters is not None:  # all tokens use adapter slot 0, which is still empty
             adapters = StepAdapters(np.zeros(step.num_tokens, dtype=np.int64), False, ())
             variants.append(arrays | lora_arrays(adapters, np.zeros(0, np.int64), queries))
         for fields in variants:
@@ -306,7 +307,7 @@ class ModelRunner:
 
     @in_inference_mode
     def launch(self, batch: ScheduledBatch) -> Forward:
-        """Queue the forward of one step, whose images are encoded or queued (`encode`)."""
+        """Queue the forward of one step. Its images must have been encoded, or queued for that, by `encode`."""
         for sequence in batch.admitted:
             self._block_table.clear(sequence.slot)
             if sequence.request.params.penalised and not self._drafting:
@@ -331,14 +332,14 @@ class ModelRunner:
 
     @torch.inference_mode()
     def encode(self, work: TowerWork) -> Stopwatch:
-        """Queue what a step encodes of images. Returns what this takes of the device."""
+        """Queue the part of the image encoding that belongs to a step. Returns a stopwatch of this work."""
         return require_encoder(self.images).advance(work)
 
     @in_inference_mode
     def sample(self, forward: Forward, masks: Mapping[int, NDArray[np.int32]] | None = None) -> PendingResult:
         """Queue the sampling of the newest forward and the copy of its tokens to the host.
 
-        masks: by row of `forward.sequences`, which tokens may come next, one bit for each
+        masks: for rows of `forward.sequences`, which tokens may come next, one bit for each token
         """
         prepared = forward.prepared
         sequences = forward.sequences
@@ -356,7 +357,7 @@ class ModelRunner:
             sent = send({"mask_rows": rows, "mask": np.stack(list(masks.values()))}, self.device)
             sampling = replace(sampling, mask=sent["mask"], mask_rows=sent["mask_rows"])
         slots = prepared.sampled_slots
-        # An INVALID_TOKEN ends its sequence. A step that is launched before the host knows embeds token 0 for it.
+        # An INVALID_TOKEN ends its sequence. A step that is launched before the host has read it embeds token 0 instead.
         tokens = sample(logits, sampling, self._counts, slots, self._last_tokens)
         logprobs: tuple[Tensor, ...] = ()
         wanted = [(row, sequences[row]) for row in forward.logprob_rows]
@@ -371,7 +372,7 @@ class ModelRunner:
     def _prepare(
         self, arrays: BatchArrays, adapters: StepAdapters | None = None, images: StepImages | None = None
     ) -> PreparedBatch:
-        """Send the numbers of a step to the device: into the block of the graphs if there is a graph for the step."""
+        """Send the arrays of a step to the device: into the block of the graphs if there is a graph for the step."""
         others = arrays.sampling | self._block_table.changes() | arrays.rows
         shape = None
         padded: dict[str, NDArray[Any]] = {}
@@ -398,7 +399,7 @@ class ModelRunner:
         return self._prepared(inputs, arrays.sampling, sent)
 
     def _captures(self, arrays: BatchArrays, images: StepImages | None) -> bool:
-        """Whether a graph may run a step with images."""
+        """Whether a graph may run a step with images. If so, adds "image_rows" to the inputs."""
         if self._image_memory is None or images is None or images.deep or arrays.blocks:
             return False
         arrays.inputs["image_rows"] = rows_of(arrays.images, arrays.num_tokens)
@@ -407,7 +408,7 @@ class ModelRunner:
     def _prepared(
         self, inputs: Inputs | Shape, sampling: Mapping[str, NDArray[Any]], sent: Mapping[str, Tensor]
     ) -> PreparedBatch:
-        """sampling: the arrays of `sampling_arrays`, which are in `sent` as well, with those of `BatchArrays.rows`."""
+        """sampling: the arrays of `sampling_arrays`. `sent` holds them on the device, together with `BatchArrays.rows`."""
         top_k = sampling.get("top_k")
         return PreparedBatch(
             inputs=inputs,
@@ -429,7 +430,7 @@ class ModelRunner:
         fresh: bool = False,
         adapters: StepAdapters | None = None,
     ) -> Inputs:
-        """What the forward takes. fields: those of `cuda_graphs.padding`, on the device."""
+        """The inputs of a forward. fields: named as in `cuda_graphs.padding`, on the device"""
         paged = PagedBatch(
             kv_caches=self.kv_caches,
             slot_mapping=fields["slot_mapping"],
@@ -453,7 +454,7 @@ class ModelRunner:
         )
 
     def _run(self, prepared: PreparedBatch) -> Tensor:
-        """Logits of one forward, the rows that are sampled first."""
+        """The logits of one forward. The rows that are sampled come before those of prompt tokens."""
         if isinstance(prepared.inputs, Inputs):
             return self._forward(prepared.inputs)
         assert self._graphs is not None
@@ -467,7 +468,7 @@ class ModelRunner:
             return self._forward(inputs)
 
     def keeping_features(self, batch: PagedBatch) -> AbstractContextManager[None]:
-        """Around a forward of the model that this one drafts for. A draft model needs nothing of it, and a head does."""
+        """A context for a forward of the model that this one drafts for. Only a draft head needs it: it keeps features."""
         return nullcontext()
 
     def _forward(self, inputs: Inputs) -> Tensor:

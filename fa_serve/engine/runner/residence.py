@@ -1,15 +1,15 @@
-"""What a runner keeps on the device, while it changes or is given away: weights, KV cache, graphs.
+"""Changes and frees what a runner keeps on the device: weights, KV cache, CUDA graphs.
 
     residence = Residence(runner, config, owned=True, num_ranks=1)
     residence.copy([("model.embed_tokens.weight", tensor), ...])      # or the caller has changed them in place
-    residence.settle()                       # what was made from the weights before is made again
-    residence.sleep(level=1)                 # weights to the host's memory
+    residence.settle()                       # makes again what was made from the old weights
+    residence.sleep(level=1)                 # moves the weights to host memory
     residence.wake_up()
 
-A parameter that is changed in place is seen at once: merged weights of fused layers share its memory. A parameter that has got
-other memory is not, nor is it by CUDA graphs, and some fused forms hold copies, such as a router that multiplies in float32. So
-`settle` fuses and captures again then. Left out: sequences, whose keys and values other weights have computed (scheduler.py),
-and where new weights come from.
+A parameter that is changed in place takes effect at once, because merged weights of fused layers share its memory. If a
+parameter has moved to other memory, fused layers and CUDA graphs still read the old memory. Some fused forms hold copies, such
+as a router that multiplies in float32. In both cases `settle` fuses and captures again. Left out: sequences whose keys and
+values were computed with the old weights (scheduler.py), and where new weights come from.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from fa_serve.hf.surgery.quantised.linear import QuantizedLinear
 from fa_serve.spec import ParameterError
 
 WAKE_UP_TAGS = ("weights", "kv_cache")
-"""What `Residence.sleep` frees, as vLLM names it."""
+"""What `Residence.sleep` frees, under vLLM's names."""
 
 
 class Residence:
-    """Owner of the places of a runner's weights and cache.
+    """Decides where a runner's weights and cache are in memory.
 
-    config: without None that the engine decides
-    owned:  whether nobody else uses the weights. Those of a model that was given to the engine stay where they are
+    config: the engine has replaced every None that it decides
+    owned:  whether nobody else uses the weights. The weights of a model that was given to the engine are not moved
     """
 
     def __init__(self, runner: ModelRunner, config: EngineConfig, *, owned: bool, num_ranks: int) -> None:
@@ -46,15 +46,15 @@ class Residence:
         self._config = config
         self._owned = owned
         self._num_ranks = num_ranks
-        # None: what was made from the weights is gone, wherever they lie
+        # None: what was made from the weights has been freed, so it must be made again even if no weight has moved
         self._addresses: Addresses | None = Addresses.of(runner.model)
         self._left: list[tuple[str, nn.Parameter, torch.Size]] = []
-        self._missing: set[str] = set()  # parameters without values: they have left for good, or an update has failed
+        self._missing: set[str] = set()  # parameters without values, after `sleep(2)` or a failed update
         self._asleep: set[str] = set()
 
     @property
     def is_asleep(self) -> bool:
-        """Whether something is given away, or weights have no values."""
+        """Whether some memory has been freed, or weights have no values."""
         return bool(self._asleep or self._missing)
 
     def require_awake(self) -> None:
@@ -68,13 +68,13 @@ class Residence:
             )
 
     def require_one_rank(self, name: str) -> None:
-        """Raise ParameterError if there are several ranks, of which each would have to do the same."""
+        """Raise ParameterError if there are several ranks, because each of them would have to do the same."""
         if self._num_ranks > 1:
             raise ParameterError("tensor_parallel", f"be 1 for {name}, which is not built for several ranks", self._num_ranks)
 
     def begin(self, weights: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
-        """The weights for `copy`, of which the first one has been read: a source that refuses what it is told does so now,
-        before there is any effect. Raises EngineAsleepError unless the model's own weights have memory."""
+        """The weights for `copy`, with the first one read ahead: a source that refuses its arguments raises now, before
+        anything changes. Raises EngineAsleepError if the model's own weights have no memory."""
         if "weights" in self._asleep:
             raise EngineAsleepError('the engine\'s weights sleep: call wake_up(["weights"]) before update_weights')
         if isinstance(weights, Mapping):
@@ -85,19 +85,19 @@ class Residence:
 
     @torch.no_grad()
     def copy(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Copy numbers into parameters and buffers, by the names that the model has for them; other ones keep their values.
+        """Copy weights into the model's parameters and buffers of the same names. All others keep their values.
 
         weights: (name, tensor), from any device and of any float dtype. A DTensor is gathered, one at a time
 
-        Raises ParameterError for a name or a shape that the model does not have, and what the source raises. Weights before it
-        have been copied then, and are missing until they are given again: no step computes with a part of new weights.
+        Raises ParameterError for a name or a shape that the model does not have, and what the source raises. Weights that were
+        copied before an error count as missing until they are given again, so no step computes with a part of new weights.
         """
         model = self._runner.model
         known: dict[str, Tensor] = {}
         copied: set[str] = set()
         try:
             for name, tensor in weights:
-                # names are not looked up for a trainer that has changed its parameters in place, and gives none
+                # looked up at the first weight: a trainer that has changed its parameters in place gives none
                 known = known or known_weights(model)
                 whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
                 check_weight(model, known, name, whole.shape)
@@ -107,15 +107,15 @@ class Residence:
             self._missing |= copied
             raise
         if copied:
-            given = {id(known[name]) for name in copied}  # tied ones have several names
+            given = {id(known[name]) for name in copied}  # tied weights have several names
             self._missing = {name for name in self._missing if id(known[name]) not in given}
         elif not self._owned:
-            self._missing.clear()  # their owner says that they are right as they are
+            self._missing.clear()  # the owner of the weights vouches for their values
 
     def settle(self) -> bool:
-        """Make again what was made from the weights before. Returns whether layers were fused and graphs captured again."""
+        """Make again what was made from the old weights. Returns whether layers were fused and graphs captured again."""
         if self._missing:
-            return False  # zeros prove nothing about a fused layer
+            return False  # a fused layer is proven with the weights, and zeros prove nothing
         runner = self._runner
         moved = Addresses.of(runner.model) != self._addresses or bool(forwards_with_copies(runner.model))
         if moved:
@@ -129,14 +129,14 @@ class Residence:
         return moved
 
     def check_level(self, level: int) -> None:
-        """Raise ParameterError for a level that there is not, or that this model does not have."""
+        """Raise ParameterError for a level that does not exist, or that is not available for this model."""
         if level not in (0, 1, 2):
             raise ParameterError("level", "be 0, 1 or 2", level)
         if level and self._owned and is_quantised(self._runner.model):
             raise ParameterError("level", "be 0 for a model of quantised weights, which stay on the device", level)
 
     def sleep(self, level: int) -> None:
-        """Free the KV cache, the graphs and, by level, the weights, as `Engine.sleep` says. A second call changes nothing."""
+        """Free the KV cache, the graphs and, by level, the weights, as `Engine.sleep` does. A second call does nothing."""
         self.check_level(level)
         if self._asleep:
             return
@@ -167,8 +167,8 @@ class Residence:
             self._runner.make_graphs()
 
     def _leave(self, level: int) -> None:
-        """Move the weights to the host's memory, or free them. Graphs are gone."""
-        unfuse_model(self._runner.model)  # merged weights go with the fused forwards
+        """Move the weights to host memory, or free them. The graphs have been freed already."""
+        unfuse_model(self._runner.model)  # merged weights are freed with the fused forwards
         self._addresses = None
         for name, parameter in self._runner.model.named_parameters():
             self._left.append((name, parameter, parameter.shape))
@@ -189,9 +189,9 @@ class Residence:
 
 
 def known_weights(model: nn.Module) -> dict[str, Tensor]:
-    """What `Residence.copy` may copy into: parameters and buffers by name, tied ones under each of their names.
+    """The tensors that `Residence.copy` may change: parameters and buffers by name, tied ones under each of their names.
 
-    Raises ParameterError for a model that keeps quantised weights, before a part of it is new.
+    Raises ParameterError for a model that keeps quantised weights, before anything is changed.
     """
     if is_quantised(model):
         raise ParameterError("weights", "be of a model of floats: this one keeps quantised weights", type(model).__name__)

@@ -1,5 +1,5 @@
-"""What a step has computed: tokens and log-probabilities, first on their way from the device, then on the host; and the steps
-that are on this way.
+"""The results of steps, tokens and log-probabilities, on their way from the device and on the host; and the queue of the steps
+that have been launched.
 
 pending = PendingResult(tokens, ...)     # queues the copies and does not wait
 result = pending.read()                  # waits for the device
@@ -35,8 +35,8 @@ class PromptSpan(NamedTuple):
 class StepResult:
     """The outcome of one step.
 
-    tokens:   `num_samples` for each chunk, in order
-    logprobs: log-probabilities of a sequence's tokens, for those that asked for them
+    tokens:   `num_samples` tokens for each chunk, in order
+    logprobs: log-probabilities of a sequence's tokens, for the sequences that asked for them
     prompt_logprobs: (sequence, index of the first token, log-probabilities of the prompt's tokens from there on)
     """
 
@@ -49,7 +49,7 @@ class PendingResult:
     """The outcome of a launched step, on its way to the host.
 
     tokens:   (n,) int64, on the device
-    wanted:   (row of `tokens`, sequence) of those that want log-probabilities
+    wanted:   (row of `tokens`, sequence) for each row that wants log-probabilities
     logprobs: `log_probabilities` of these rows, in order; empty if there are none
     spans:    the prompt tokens whose log-probabilities are wanted
     prompt_logprobs: `log_probabilities` of these tokens, in order; empty if there are none
@@ -96,9 +96,9 @@ class LaunchedStep(NamedTuple):
     """A step in flight.
 
     begin: when it was scheduled, on time.monotonic's clock
-    structured: whether a sequence of it has a structured output, and mask_seconds: what computing their masks took
-    watch: what it takes to encode its images; None if it encodes none
-    beside: of images that the device begins with while it computes this step
+    structured: whether a sequence of it has a structured output; mask_seconds: how long computing the masks took
+    watch: measures how long encoding its images takes; None if it encodes none
+    beside: stopwatches of the images that the device begins to encode while it computes this step
     """
 
     batch: ScheduledBatch
@@ -124,30 +124,30 @@ class CommittedStep(NamedTuple):
 class StepQueue:
     """Owner of the steps between their launch and their outputs, the oldest first.
 
-    depth:     how many steps the device may have while the host prepares the next one; 0 where the host waits for each
+    depth:     how many steps may be in flight while the host prepares the next one; 0 if the host waits for each step
     launched:  steps in flight
-    committed: steps whose tokens are known and are not outputs yet
+    committed: steps whose tokens are known but have not become outputs yet
     """
 
     def __init__(self, depth: int) -> None:
         self.depth = depth
         self.launched: deque[LaunchedStep] = deque()
         self.committed: deque[CommittedStep] = deque()
-        self._last_read = 0.0  # when the result of a step was there, on time.monotonic's clock
+        self._last_read = 0.0  # when the newest result was read, on time.monotonic's clock
 
     @property
     def is_full(self) -> bool:
-        """Whether the oldest step in flight is to be read now."""
+        """Whether the result of the oldest step in flight must be read now."""
         return len(self.launched) > self.depth
 
     def add(self, step: LaunchedStep) -> None:
-        """A step has been launched, whose images the device encodes beside the oldest step in flight."""
+        """Add a launched step. The device encodes the step's images while it computes the oldest step in flight."""
         self.launched.append(step)
         if step.watch is not None:
             self.launched[0].beside.append(step.watch)
 
     def seconds(self, step: LaunchedStep) -> tuple[float, ImageSeconds]:
-        """How long a step has held up others, whose result has just been read. Steps run one after the other."""
+        """How long a step whose result has just been read has delayed others. Steps run one after the other."""
         before = max(step.begin, self._last_read)
         self._last_read = time.monotonic()
         own = 0.0 if step.watch is None else step.watch.seconds()
@@ -155,5 +155,5 @@ class StepQueue:
 
 
 def _entry(token: int, count: int | None, chosen: float, values: list[float], ids: list[int]) -> TokenLogprob:
-    """count: how many of the most likely tokens were asked for; other rows may have asked for more."""
+    """count: how many of the most likely tokens this row asked for; `values` holds more if another row asked for more"""
     return TokenLogprob(token, chosen, list(zip(ids, values, strict=True))[:count])

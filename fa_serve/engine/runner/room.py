@@ -1,8 +1,8 @@
-"""How many pages and states the device has room for beside the weights and the largest step.
+"""How many pages and states the device has room for in addition to the weights and the largest step.
 
     num_pages, num_states = find_room(runner, config, max_model_len)
 
-On a GPU the largest step is run to see what it takes. Left out: what the settings ask for (start/loading.py).
+On a GPU the largest step is run to measure the memory that it takes. Left out: what the settings ask for (start/loading.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fa_serve.engine.start.warm_up import largest_batch
 
 
 def find_room(runner: ModelRunner, config: EngineConfig, max_model_len: int) -> tuple[int, int]:
-    """Raises ParameterError if there is no room at all. The cache of the runner is empty then, and afterwards it has none."""
+    """How many pages and states fit. On a GPU, the runner has no cache afterwards. Raises ParameterError if nothing fits."""
     size = runner.bytes_per_page
     memory = runner.state_memory
     if runner.device.type != "cuda":
@@ -32,7 +32,7 @@ def find_room(runner: ModelRunner, config: EngineConfig, max_model_len: int) -> 
     runner.sample(runner.launch(largest_batch(config, max_model_len))).read()
     peak = torch.cuda.max_memory_allocated(runner.device) - (memory.bytes_of_tails if memory else 0)
     if not runner.eager:
-        # graphs have a separate memory pool, which the largest step determines as well; and so have those of a draft model
+        # graphs have a separate memory pool, whose size the largest step determines too; graphs of a draft model have another
         peak += (peak - before) * (1 if runner.draft is None else 2)
     if config.attention_precision != "bf16":
         peak += MAX_COPY_BYTES  # a later step may have more keys in its prompts than this one

@@ -1,4 +1,4 @@
-"""Logits into tokens, for a whole batch on the device and without waiting for it.
+"""Turns logits into tokens, for a whole batch on the device and without waiting for the device.
 
     params = SampleParams(**send(sampling_arrays(requests, positions, vocab), device))
     tokens = sample(logits, params)          # int64 (n,); INVALID_TOKEN where the logits are not finite
@@ -40,7 +40,7 @@ class SampleParams:
     top_k:         (n,) int64, at least 1; top_p, min_p: (n,) float32
     presence, frequency, repetition: (n,) float32 penalties; all three or none are given, and they need a `TokenCounts`
     draft_index:   (m,) int64, row * vocab + token for each draft that comes before the row's token; None without drafts
-    next_drafts:   (n,) int64, the draft in the place of the row's token; -1 for the last row of a sequence
+    next_drafts:   (n,) int64, the draft that the row's token is compared with; -1 for the last row of a sequence
     first_rows:    (n,) int64, the first row of the row's sequence
     bias_index:    (m,) int64, row * vocab + token, each at most once; bias: (m,) float32, which is added there
     allowed_index: (m,) int64, row * vocab + token, the only tokens of the rows `allowed_rows` that are kept
@@ -68,7 +68,7 @@ class SampleParams:
 
 
 class TokenCounts:
-    """By slot, which tokens its sequence holds and how often each was generated: what penalties need."""
+    """For each slot, which tokens its sequence holds and how often each was generated. Penalties need both."""
 
     def __init__(self, num_slots: int, vocab: int, device: torch.device) -> None:
         self.generated = torch.zeros(num_slots, vocab, dtype=torch.int16, device=device)
@@ -86,7 +86,7 @@ class TokenCounts:
     def record(self, slots: Tensor, tokens: Tensor, params: SampleParams) -> None:
         """Each slot gains the token of its row, or, with drafts, the tokens up to the first that differs from its draft.
 
-        A row without a token, whose number is negative, counts for nothing: its sequence ends, or samples the token later.
+        A negative token is not counted: the row has no token, and its sequence ends or samples the token later.
         """
         if params.next_drafts is None or params.first_rows is None:
             gained = tokens >= 0
@@ -96,7 +96,7 @@ class TokenCounts:
             wrong = (tokens != params.next_drafts).long()
             num_wrong = wrong.cumsum(0) - wrong  # before this row
             kept = num_wrong == num_wrong[params.first_rows]
-            # a row that is not kept counts nothing for the first token, which always is
+            # a row that is not kept adds 0 to the count of its sequence's first token, which is always kept
             tokens = torch.where(kept, tokens, tokens[params.first_rows])
             gained = tokens >= 0
             tokens = tokens.clamp(min=0)
@@ -123,14 +123,14 @@ def sample(
     slots: Tensor | None = None,
     last_tokens: Tensor | None = None,
 ) -> Tensor:
-    """Draw one token for each row: (n,) int64, INVALID_TOKEN for a row whose largest score is not finite.
+    """Draw one token for each row: (n,) int64, INVALID_TOKEN or NO_TOKEN for a row without a token.
 
     logits:      (n, vocab), any float dtype
     slots:       (n,) int64, the sequences' rows in `counts` and `last_tokens`
-    last_tokens: (num_slots,) int64; the tokens are written to it at `slots`, and any token for rows that end here
+    last_tokens: (num_slots,) int64; the tokens are written to it at `slots`. A row without a token may write any token
 
-    A row of logits that is not finite gives INVALID_TOKEN, even if a mask hides the values that are not finite. A finite row of
-    which the parameters leave nothing gives NO_TOKEN.
+    A row whose largest logit is not finite (NaN, if any logit is NaN) gives INVALID_TOKEN, even if a mask hides that logit. A
+    finite row in which the parameters leave no token gives NO_TOKEN.
     """
     scores = adjusted_logits(logits, params, counts, slots)
     tokens = ops.sample_rows(
@@ -162,8 +162,8 @@ def sampling_arrays(
     """The fields of `SampleParams` that these requests need, on the host.
 
     positions: index of the token to sample in its sequence, for each row of logits
-    num_rows:  how many rows each request has, which follow each other; None means one
-    penalties: whether they count
+    num_rows:  how many rows each request has, one after the other; None means one
+    penalties: whether penalties are applied
     """
     params = [request.params for request in requests]
     positions = np.asarray(positions, dtype=np.int64)
@@ -196,7 +196,7 @@ def sampling_arrays(
 
 
 def _bias_arrays(requests: Sequence[Request], positions: Sequence[int], vocab: int) -> dict[str, NDArray[Any]]:
-    """Those fields that come from biases. requests, positions: of each row of logits"""
+    """The fields that come from biases. requests, positions: one for each row of logits"""
     arrays: dict[str, NDArray[Any]] = {}
     index: list[NDArray[np.int64]] = []
     bias: list[NDArray[np.float32]] = []
@@ -223,7 +223,7 @@ def _bias_arrays(requests: Sequence[Request], positions: Sequence[int], vocab: i
 
 
 def draft_arrays(drafts: Sequence[Sequence[int]], vocab: int) -> dict[str, NDArray[Any]]:
-    """The fields of `SampleParams` that penalties need beside drafts. drafts: those of each sequence that samples, in order."""
+    """The fields of `SampleParams` that penalties need if there are drafts. drafts: those of each sequence that samples"""
     index: list[int] = []
     following: list[int] = []
     first_rows: list[int] = []

@@ -22,12 +22,12 @@ from fa_serve.ops import FEW_ROWS, PIECE_ROWS, StateBatch
 from fa_serve.spec import ParameterError
 
 PIECES_OF_SEQUENCE = 3
-"""Pieces of a sequence in a graph beside those that are full: the first and the last one, and one cut for a state that is kept.
-A step with more of them runs without a graph."""
+"""Pieces of a sequence that a graph has room for in addition to full ones: the first and the last piece, and one that is cut
+where a state is kept. A step with more pieces runs without a graph."""
 
 
 def check_settings_with_states(name: str, config: EngineConfig, *, drafting: bool) -> None:
-    """Raise ParameterError for the settings that models with states do not have. name: of the model's class"""
+    """Raise ParameterError for settings that are not available for models with states. name: name of the model's class"""
     if config.deterministic:
         rule = f"be False for {name}, which keeps states: chunks of prompts and single tokens round them differently"
         raise ParameterError("deterministic", rule, config.deterministic)
@@ -53,7 +53,7 @@ def state_arrays(batch: ScheduledBatch) -> dict[str, NDArray[Any]]:
 
 
 def empty_state_arrays(lengths: Sequence[int]) -> dict[str, NDArray[Any]]:
-    """The same for sequences of these lengths that begin, of which no state is written."""
+    """The fields for sequences of these lengths that begin in the step and write no states."""
     firsts = np.cumsum([0, *lengths])
     pieces = [
         (int(firsts[sequence]) + low, high - low, sequence, -1)
@@ -66,12 +66,12 @@ def empty_state_arrays(lengths: Sequence[int]) -> dict[str, NDArray[Any]]:
 
 
 def num_graph_pieces(batch: int, tokens: int, prompts: bool) -> int:
-    """The pieces that a graph of so many sequences and tokens has room for. Only steps with prompts have pieces."""
+    """How many pieces a graph of `batch` sequences and `tokens` tokens has room for. Only steps with prompts have pieces."""
     return tokens // PIECE_ROWS + PIECES_OF_SEQUENCE * batch if prompts else 0
 
 
 def padding_state_arrays(batch: int, tokens: int, prompts: bool) -> dict[str, NDArray[Any]]:
-    """The same for `batch` sequences of padding in a step of `tokens` tokens."""
+    """The fields for `batch` sequences of padding in a step of `tokens` tokens."""
     none = np.full(batch, -1, dtype=np.int32)
     pieces = np.zeros((num_graph_pieces(batch, tokens, prompts), 4), dtype=np.int32)
     pieces[:, 3] = -1
@@ -104,6 +104,6 @@ def _arrays(
 
 
 def _pieces(start: int, end: int, stores: Iterable[int] = ()) -> Iterator[tuple[int, int]]:
-    """The positions start .. end - 1 as (first, end), cut on the grid of PIECE_ROWS and at the positions of `stores`."""
+    """The positions start .. end - 1 as (first, end), cut at multiples of PIECE_ROWS and at the positions of `stores`."""
     cuts = {start, end, *range(start // PIECE_ROWS * PIECE_ROWS + PIECE_ROWS, end, PIECE_ROWS), *stores}
     return pairwise(sorted(cuts))

@@ -23,7 +23,7 @@ ALIGN = 16
 
 
 class PackedTensors(Mapping[str, Tensor]):
-    """The tensors of a block, by name. Each access makes a view, because a step with a CUDA graph uses two of ten.
+    """The tensors of a block, by name. A view is made at each access, because a step with a CUDA graph uses only two of ten.
 
     block:  (at least packed_size(arrays),) uint8
     arrays: only their names, types and shapes matter, not their contents
@@ -87,6 +87,6 @@ def _padded(array: NDArray[Any]) -> int:
 
 @lru_cache(maxsize=16)
 def _torch_type(dtype: np.dtype[Any]) -> torch.dtype:
-    """The type of torch with the same name, kept because NumPy takes longer to spell a name than torch to make a view."""
+    """The torch dtype of the same name, cached because NumPy takes longer to spell a name than torch takes to make a view."""
     found: torch.dtype = getattr(torch, dtype.name)
     return found

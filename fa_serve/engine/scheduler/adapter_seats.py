@@ -1,13 +1,13 @@
-"""Sequences that wait for the memory of their adapter, outside of the queue. Plain Python, no torch.
+"""Sequences that wait outside the queue until their adapter is in memory. Plain Python, no torch.
 
     if seats.add(sequence): queue.add(sequence)          # at once, if it has no adapter or a loaded one
-    for sequence in seats.arrivals(): queue.add(sequence)
+    joined, failed = seats.arrivals()        # adapters are in memory now, or could not be loaded
     seats.remove(sequence)                   # it has ended
 
-A sequence holds its adapter from the moment when it has a place in the pool until it ends, so that no adapter goes while a
-sequence waits for pages or is preempted. Sequences whose adapter has no place wait in the order in which they came. Those whose
-adapter is in memory pass them, but the first that waits is passed MAX_PASSED times at most: an adapter that is always asked for
-would otherwise never leave the pool. Left out: which adapter goes (lora/pool.py).
+A sequence holds its adapter from the moment when the adapter has a place in the pool until the sequence ends, so that no
+adapter is evicted while a sequence waits for pages or is preempted. Sequences whose adapter has no place wait in the order of
+their arrival. Sequences whose adapter is in memory pass them, but the first one that waits is passed MAX_PASSED times at most.
+Otherwise an adapter that is always in demand would never leave the pool. Left out: which adapter is evicted (lora/pool.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from fa_serve.engine.lora.pool import Adapter, LoraPool
 from fa_serve.engine.scheduler.sequence import SequenceState
 
 MAX_PASSED = 64
-"""Sequences with an adapter in memory that pass the first one without."""
+"""Sequences with an adapter in memory that may pass the first sequence whose adapter is not in memory."""
 
 
 class AdapterSeats:
@@ -47,13 +47,13 @@ class AdapterSeats:
         return sequence in self._loading or sequence in self._unplaced
 
     def renewed(self) -> AdapterSeats:
-        """The same for a scheduler that begins anew: no sequence is left."""
+        """`AdapterSeats` with the same pool and no sequences, for a new scheduler."""
         if self._pool is not None:
             self._pool.release_all()
         return AdapterSeats(self._pool)
 
     def add(self, sequence: SequenceState) -> bool:
-        """A sequence has come. Returns whether it may join the queue; otherwise it is one of `arrivals` later."""
+        """A sequence has arrived. Returns whether it may join the queue; otherwise it is one of `arrivals` later."""
         adapter = sequence.request.adapter
         if adapter is None:
             return True
@@ -63,7 +63,7 @@ class AdapterSeats:
         self._place_waiting()
         try:
             return self._settle(sequence)
-        except Exception:  # `arrivals` tells it
+        except Exception:  # `arrivals` reports it
             return False
 
     def arrivals(self) -> tuple[list[SequenceState], list[tuple[SequenceState, RequestError]]]:
@@ -121,7 +121,7 @@ class AdapterSeats:
             self._loading[sequence] = None
 
     def _settle(self, sequence: SequenceState) -> bool:
-        """Whether the adapter of a sequence is there, which waits no more then. Raises what loading raised."""
+        """Whether the adapter of a sequence is in memory; the sequence then stops waiting. Raises what loading raised."""
         if sequence not in self._loading:
             return False
         assert self._pool is not None

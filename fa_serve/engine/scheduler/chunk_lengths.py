@@ -12,14 +12,14 @@ from fa_serve.engine.scheduler.scheduled_batch import ScheduledBatch
 from fa_serve.engine.scheduler.sequence import SequenceState
 
 MAX_PROMPT_LOGITS = 256
-"""Prompt tokens in one step whose logits are kept for log-probabilities. Logits are large: a row has one for each token."""
+"""Prompt tokens in one step whose logits are kept for log-probabilities. Logits are large: each row covers the vocabulary."""
 
 
 def next_length(batch: ScheduledBatch, sequence: SequenceState, state_grid: int | None, barrier: int) -> int:
-    """How many tokens of the sequence fit into the step, which has room for one.
+    """How many tokens of the sequence fit into the step, which has room for at least one.
 
     state_grid: the page size of a model that keeps states, else None
-    barrier:    the first token that waits for something, as for an image; the tokens before it are computed meanwhile
+    barrier:    the first token that waits for something, such as an image; the tokens before it are computed meanwhile
     """
     missing = sequence.num_tokens - sequence.num_computed
     allowed = max(barrier - sequence.num_computed, 0)
@@ -38,9 +38,9 @@ def next_length(batch: ScheduledBatch, sequence: SequenceState, state_grid: int 
 
 
 def _length_of_blocks(batch: ScheduledBatch, sequence: SequenceState, length: int) -> int:
-    """The same for a prompt with blocks that attend both ways: a chunk holds a block whole, or up to its start.
+    """`next_length` for a prompt with blocks that attend both ways: a chunk ends before such a block or after it.
 
-    A block that is longer than what prompts may take of the step is computed all the same if it is the first of them.
+    A block that is longer than the step's limit for prompts is computed all the same if it fits and comes first in the step.
     """
     start = sequence.num_computed
     last, whole = sequence.cuts(start + length)
@@ -50,9 +50,9 @@ def _length_of_blocks(batch: ScheduledBatch, sequence: SequenceState, length: in
 
 
 def _length_with_states(batch: ScheduledBatch, sequence: SequenceState, length: int, page_size: int) -> int:
-    """The same for a model with states, whose longer chunks begin at multiples of the page size.
+    """`next_length` for a model with states, whose longer chunks begin at multiples of the page size.
 
-    A prompt that gets less than a page beside other prompts waits for them instead: it would be cut off from this grid.
+    A prompt that would get less than a page because other prompts are in the step waits: its next chunk would be off this grid.
     """
     missing = sequence.num_tokens - sequence.num_computed
     fills = length >= min(missing, page_size - sequence.num_computed % page_size)

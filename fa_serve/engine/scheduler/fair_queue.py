@@ -7,12 +7,12 @@
 
 This is start-time fair queueing (Goyal, Vin, Cheng 1996) over tokens. Virtual time is the turn of the newest admission. The
 next turn of a client begins where its last one ended, or now if it had nothing to do, and the client with the earliest turn is
-served. Therefore two clients that both wait differ by one request of each in the tokens that they have got, however many
-requests one of them has queued, and no client waits forever. What an answer costs is known when it ends, so an admission is
-charged an estimate, as in the virtual token counter of Sheng et al. (2024, arXiv:2401.00588), and `settle` corrects it.
+served. Therefore the tokens that two waiting clients have received differ by at most one request of each, however many requests
+one of them has queued, and no client waits forever. What an answer costs is known only when it ends, so an admission is charged
+an estimate, as in the virtual token counter of Sheng et al. (2024, arXiv:2401.00588), and `settle` corrects it.
 
-A turn belongs to the client. If a running sequence is preempted, its turn goes back, and the client's first sequence by rank
-takes it. So the rank, and with it a request's priority, changes the order of the client's own sequences only.
+A turn belongs to the client. If a running sequence is preempted, its turn goes back to the client, and the client's first
+sequence by rank takes it. So the rank, and with it a request's priority, affects only the order of the client's own sequences.
 
 An operation costs O(log n) comparisons. What waits is a sequence, or an input of an encoder (pooling/batches.py). Left out:
 slots and pages (scheduler.py).
@@ -31,17 +31,17 @@ MAX_IDLE_CLIENTS = 1024
 
 
 class Owned(Protocol):
-    """The client whose request it is."""
+    """A request, which belongs to a client."""
 
     @property
     def client(self) -> str | None: ...
 
 
 class Queued(Protocol):
-    """What can wait.
+    """Something that can wait in a `FairQueue`.
 
-    rank:         its place among what its client has, which never changes while it waits
-    turn, charge: what `admit` returned for it, and the cost that it was given
+    rank:         its place among the entries of its client, which never changes while it waits
+    turn, charge: the turn that `admit` returned for it, and the cost that `admit` was given
     """
 
     @property
@@ -65,7 +65,7 @@ class _Client(Generic[S]):
     """The account of one client.
 
     waiting:      its sequences, by rank
-    turns:        turns that preempted sequences gave back, the earliest first; no more than `waiting`
+    turns:        turns that preempted sequences gave back, the earliest first; no more turns than `waiting` sequences
     num_admitted: its running sequences
     start:        virtual time at which it began to wait, or was last served
     finish:       virtual time up to which it has been served
@@ -87,7 +87,7 @@ class FairQueue(Generic[S]):
     def __init__(self) -> None:
         self._now = 0
         self._clients: dict[str | None, _Client[S]] = {}
-        self._order: list[_Client[S]] = []  # those with waiting sequences, by place
+        self._order: list[_Client[S]] = []  # clients with waiting sequences, by place
         self._length = 0
         self._num_admitted = 0
         self._serial = count()
@@ -101,7 +101,7 @@ class FairQueue(Generic[S]):
             yield from client.waiting
 
     def add(self, sequence: S) -> None:
-        """A sequence has come."""
+        """A sequence has arrived."""
         name = sequence.request.client
         client = self._clients.get(name)
         if client is None:
@@ -141,7 +141,10 @@ class FairQueue(Generic[S]):
         self._return(client, sequence)
 
     def give_way(self, sequence: S) -> None:
-        """The same, but its turn goes to the client of `first`."""
+        """A running sequence waits again. Its client gets its charge back.
+
+        The client of `first` gets the sequence's turn, unless its own turn is earlier.
+        """
         first = self._order[0]
         client = self._clients[sequence.request.client]
         client.serial = next(self._serial)
@@ -166,7 +169,7 @@ class FairQueue(Generic[S]):
             self._take_turn(idle, turn)
 
     def _take_turn(self, client: _Client[S], turn: int) -> None:
-        """A client that waits gets a turn of another one."""
+        """A waiting client gets a turn of another client."""
         insort(client.turns, turn)
         del client.turns[len(client.waiting) :]
         self._arrange(client)
@@ -239,7 +242,7 @@ class FairQueue(Generic[S]):
             insort(self._order, client, key=_place)
 
     def _forget_idle(self) -> None:
-        """Drop the accounts that say nothing any more: all of them when nothing is left to do."""
+        """Drop accounts that are not needed: all of them when no sequence is left, and idle ones when there are too many."""
         if not self._order and not self._num_admitted:
             self._clients.clear()
             self._now = 0

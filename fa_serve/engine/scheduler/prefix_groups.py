@@ -1,4 +1,4 @@
-"""Which sequences of a decoding step share leading pages, and whether attention should read these once for all. No torch.
+"""Which sequences of a decoding step share leading pages, and whether attention should read these only once. No torch.
 
     groups = PrefixGroups(page_size=16, least_keys=16384)
     groups.arrange(batch)                    # members are neighbours in batch.chunks now, and batch.groups says which
@@ -7,8 +7,8 @@ The pages of sequences form a tree, because sequences that share a page share al
 tree: its members share the pages from the root up to there. Each sequence is in one group at most, so the largest gain is found
 from the leaves up: a node is a group itself, or its children are divided further, whichever saves more keys.
 
-Pages are shared when a sequence is admitted, so the groups are computed when other sequences run than in the step before. Left
-out: the attention of groups (hf/adapter/common_prefix.py).
+A sequence begins to share pages when it is admitted, so groups are computed again only when other sequences run than in the
+previous step. Left out: the attention of groups (hf/adapter/common_prefix.py).
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from operator import is_
 from fa_serve.engine.scheduler.scheduled_batch import PrefixGroup, ScheduledBatch
 
 MAX_DEPTH = 64
-"""Branches after each other at which groups are looked for. Python's stack is bounded, and more of them gain little."""
+"""Levels of branches at which groups are looked for. Python's stack is bounded, and deeper levels gain little."""
 MAX_MEMBERS = 16
-"""Members of a group: attention reads keys once for as many queries. A larger group is divided."""
+"""The most members of a group: attention reads keys once for this many queries. A larger group is divided."""
 
 
 class PrefixGroups:
-    """Finds groups for steps in which every sequence computes its last token alone.
+    """Finds groups for steps in which every sequence computes only its last token.
 
-    least_keys: a step has groups only if they save reading so many keys; 0 turns groups off
+    least_keys: a step has groups only if they save reading at least this many keys; 0 turns groups off
     """
 
     def __init__(self, page_size: int, least_keys: int) -> None:
         self._page_size = page_size
         self._least_keys = least_keys
-        # the pages of the sequences of the newest step, each in the list that its sequence keeps, and what was found for them
+        # the page lists of the newest step's sequences (the lists that the sequences own), and what was found for them
         self._known: list[list[int]] = []
         self._order: list[int] = []
         self._groups: list[PrefixGroup] = []
 
     def renewed(self) -> PrefixGroups:
-        """The same settings, and nothing that was found."""
+        """`PrefixGroups` with the same settings, without the groups that were found."""
         return PrefixGroups(self._page_size, self._least_keys)
 
     def arrange(self, batch: ScheduledBatch) -> None:
@@ -55,7 +55,7 @@ class PrefixGroups:
             batch.groups = self._groups
 
     def _find(self, pages: list[list[int]], full: list[int]) -> None:
-        """Find the groups of these sequences. full: pages of each that hold computed keys alone"""
+        """Find the groups of these sequences. full: how many leading pages of each sequence hold only computed keys"""
         self._known = pages
         self._groups = []
         self._order = []
@@ -76,7 +76,7 @@ def _divide(
 ) -> tuple[int, list[tuple[Sequence[int], int]]]:
     """The best groups among these members, which share their first `known` pages -> pages saved, and (members, pages) of each.
 
-    A part of a group that is divided for its size reads the shared pages once, so it saves one page less for each member.
+    A group that exceeds MAX_MEMBERS is divided into parts. Each part reads the shared pages once.
     """
     if len(members) < 2:
         return 0, []

@@ -2,17 +2,17 @@
 
     order = PromptOrder(prompts, waiting, share)
     while (sequence := order.first()) is not None:
-        ...                                  # compute a chunk of it; one without a slot is admitted before
+        ...                                  # compute a chunk of it; a sequence without a slot is admitted first
         order.drop()                         # or order.close(): no waiting sequence is admitted in this step
 
-Clients take turns by what they have got, and each client's own prompts go by what is left of them. The prompt of a running
-sequence has the turn of its client at its admission, moved on by the tokens that have been computed since: this is start-time
-fair queueing over chunks, so a long prompt of one client does not hold up a short one of another. Among the prompts of one
-client, each counts as if it had come later by what the rest of it takes (`PromptShare.delay`): the shortest remaining prompt
-goes first among those that came together, and every prompt goes before those that come long after it, so none starves. A prompt
-that is partly computed has less left, and is therefore not left lying for one that is a little shorter.
+Clients take turns by the tokens that they have received, and each client's own prompts go by how much of them is left. The
+prompt of a running sequence has the turn that its client had at its admission, plus the tokens that have been computed since:
+this is start-time fair queueing over chunks, so a long prompt of one client does not hold up a short prompt of another. Among
+the prompts of one client, each counts as if it had arrived later by the time that the rest of it takes (`PromptShare.delay`).
+So the shortest remaining prompt goes first among prompts that arrived together, and every prompt goes before prompts that
+arrive long after it: none starves. A partly computed prompt has less left, so it is not put off for a slightly shorter one.
 
-Sources: shortest remaining processing time (Schrage 1968), which minimises the mean wait, with an age as deadlines do.
+Sources: shortest remaining processing time (Schrage 1968), which minimises the mean wait, plus ageing, as with deadlines.
 Left out: how many tokens a prompt gets (prompt_share.py, chunk_lengths.py), and the queue itself (fair_queue.py).
 """
 
@@ -29,11 +29,11 @@ from fa_serve.engine.scheduler.scheduled_batch import ScheduledBatch
 from fa_serve.engine.scheduler.sequence import SequenceState
 
 MAX_SEEN = 64
-"""Prompts of which a step asks when their first tokens are expected. They are in order: those behind rarely come later."""
+"""Prompts whose expected first tokens a step looks at. They are in order: first tokens of later prompts are rarely later."""
 
 
 class _Place(NamedTuple):
-    """turn: of the client, in tokens; rank: among the prompts of the client"""
+    """turn: the client's turn, in tokens; rank: the place among the prompts of the client"""
 
     turn: int
     rank: tuple[float, int]
@@ -44,7 +44,7 @@ class PromptOrder:
     """The prompts of running sequences, and those that wait, in the order in which they get their tokens in this step.
 
     prompts: running sequences that lack more than their last token
-    share:   which knows what prompts cost; None orders them by their ranks alone
+    share:   knows what prompts cost; None orders them only by their ranks
     """
 
     def __init__(
@@ -59,9 +59,9 @@ class PromptOrder:
         self._places.reverse()
 
     def limits(self, batch: ScheduledBatch, num_decoding: int, now: float) -> tuple[int, int]:
-        """What `PromptShare.limits` leaves to them beside so many sequences that decode.
+        """What `PromptShare.limits` leaves to prompts in addition to so many sequences that decode.
 
-        batch: the step, with the tokens of these sequences; now: on the clock of the arrivals
+        batch: the step, with the tokens of the decoding sequences; now: the time on the clock of `Request.arrival`
         """
         first = self.first()
         if self._share is None or first is None or not num_decoding:
@@ -88,7 +88,7 @@ class PromptOrder:
         return None if running is None else running.sequence
 
     def drop(self) -> None:
-        """The sequence that was first has got its tokens, if it waited by being admitted; or it gets none in this step."""
+        """Pass over the sequence that was first: it has its tokens, or gets none in this step. If it waited, it is admitted."""
         if not self._next_waits:
             self._places.pop()
 
@@ -98,7 +98,7 @@ class PromptOrder:
         return self._next_waits
 
     def close(self) -> None:
-        """The sequence that was first waits for another step, and with it all that wait."""
+        """The waiting sequence that was first waits for another step, and so do all that wait after it."""
         self._is_open = False
 
     def _goes_before(self, waiting: SequenceState, running: _Place) -> bool:
@@ -108,7 +108,7 @@ class PromptOrder:
 
 
 def _in_order(prompts: Iterable[SequenceState], page_size: int, share: PromptShare | None) -> list[_Place]:
-    """The places of running prompts. Each client's own get its turns by their ranks."""
+    """The places of running prompts. The turns of a client are given to its prompts in the order of their ranks."""
     clients: dict[str | None, list[_Place]] = defaultdict(list)
     for sequence in prompts:
         rank = sequence.rank

@@ -1,6 +1,6 @@
-"""What one step computes, as the scheduler decides it, and what stands in the place of a token. Plain data, no torch.
+"""What one step computes, as the scheduler decides it, and the numbers that stand for a missing token. Plain data, no torch.
 
-for chunk in batch.chunks: ...           # of prompts, or the last token of a sequence and its drafts
+for chunk in batch.chunks: ...           # a part of a prompt, or the last token of a sequence and its drafts
 batch.num_tokens
 """
 
@@ -25,7 +25,7 @@ WITHOUT_TOKEN = {
     INVALID_TOKEN: RequestError("not_finite", "the model's logits are not finite"),
     NO_TOKEN: RequestError("no_token_left", "the request's parameters leave no token to choose"),
 }
-"""The error of a sequence for which the sampler returns one of them."""
+"""The error of a sequence for which the sampler returns one of these numbers instead of a token."""
 
 
 @dataclass(slots=True)
@@ -37,8 +37,8 @@ class Chunk:
     num_prompt_logits: number of tokens, from the first of the chunk on, whose logits are wanted for `prompt_logprobs`
     drafts: guesses of the tokens after the last one, which are computed as the last tokens of the chunk
     postponed: the samples are not used, and a later step computes the last known token again
-    source: state of linear attention that the step reads, after the last multiple of the page size up to `start`; -1 is that
-            before the first token, and for models without states
+    source: state of linear attention that the step reads, after the last multiple of the page size up to `start`; -1 is the
+            state before the first token, and stands for none in models without states
     stores: (position, state) in order: states that the step writes, and how many leading tokens they come after. A chunk of
             SHORT_CHUNK tokens at most, drafts included, stores one; a position among the drafts may turn out to be wrong
     """
@@ -71,11 +71,11 @@ class PrefixGroup(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TowerWork:
-    """What one step encodes of images.
+    """The images that one step encodes, or encodes a part of.
 
-    images: that are on their way through the towers, or begin; their keys differ
-    limit:  how many of their embeddings the step has time for, which may be a part of one image; None: all that is left
-    count:  how many it is taken to encode; 0 for the copy of their pixels alone, which takes no time from a step
+    images: images that are on their way through the towers, or begin; their keys differ
+    limit:  how many of their embeddings the step has time for, which may be a part of one image; None: all that are left
+    count:  how many embeddings the step is expected to encode; 0 if it only copies their pixels, which takes no time from it
     """
 
     images: Sequence[ImageInput]
@@ -84,7 +84,7 @@ class TowerWork:
 
     @property
     def expected(self) -> int:
-        """How many the device encodes beside the step: behind a copy it begins with those of the next step."""
+        """How many embeddings the device encodes while the step runs: after a copy it begins with those of the next step."""
         return self.count or self.limit or 0
 
 
@@ -93,12 +93,12 @@ class ScheduledBatch:
     """What one step computes. `admitted` are the sequences that have been given a slot for this step.
 
     number:        steps are numbered in their order
-    num_prompt_tokens: tokens of chunks that are more than the last token of a sequence and its drafts
-    towers:        what it encodes of images before its forward, if anything
-    num_keys, num_pairs: keys that the other tokens read, and those that these tokens read, all together
-    max_tokens:    what num_tokens may be, for the scheduler
-    completed:     requests whose prompts are completed by it
-    prompt_limits: what num_prompt_tokens may be, and what it may be if the last of them complete a prompt
+    num_prompt_tokens: tokens of chunks that hold more than the last token of a sequence and its drafts
+    towers:        the images that it encodes before its forward, if any
+    num_keys, num_pairs: keys that decoding tokens read, and keys that prompt tokens read, both summed over the tokens
+    max_tokens:    the limit of num_tokens, for the scheduler
+    completed:     requests whose prompts this step completes
+    prompt_limits: the limit of num_prompt_tokens, and the limit if the last of them complete a prompt
     groups:        sequences that share leading pages which are read once: the first chunks, group by group
     """
 
@@ -132,11 +132,11 @@ class ScheduledBatch:
         return self.prompt_room > 0 and missing <= min(self.room, self.prompt_limits[1] - self.num_prompt_tokens)
 
     def completes_another(self, request: Request) -> bool:
-        """Whether it completes the prompt of this request for another answer to it: both begin in one step then."""
+        """Whether it completes the same prompt for another answer to this request, so that both should begin in one step."""
         return any(request.is_like(other) for other in self.completed)
 
     def widen(self, num_tokens: int, most: int) -> None:
-        """Leave at least so many more tokens to prompts, unless they are more than `most`."""
+        """Raise the limits so that prompts get at least `num_tokens` more tokens, unless that is more than `most`."""
         if num_tokens > most:
             return
         least = self.num_prompt_tokens + num_tokens
@@ -158,7 +158,7 @@ class ScheduledBatch:
 
     @property
     def size(self) -> StepSize:
-        """What the step costs is learned by this."""
+        """The size of the step, from which its cost is learned."""
         decoding = self.num_tokens - self.num_prompt_tokens
         images = 0 if self.towers is None else self.towers.count
         return StepSize(decoding, self.num_keys, self.num_prompt_tokens, self.num_pairs, images)

@@ -5,22 +5,22 @@
     tokens = run(batch)
     for sequence, new_tokens in scheduler.commit(batch, tokens).items(): ...
 
-Clients take turns (fair_queue.py), and the sequences of a client are served in the order of their rank (arrival, shifted by
-priority), running ones first. A sequence takes the pages of all its known tokens when it is admitted, so only sampled tokens
-can make it run out of pages. Then a sequence is preempted: it loses its pages, goes back to its place in the queue and is
-computed again later. It is the one with the last turn, of the client that has the most running sequences. The first sequence
-is never preempted by another one, so there is always progress. Ranks never change, so no sequence starves. A client that runs
-nothing gets a slot and pages from the client that has the most running sequences, unless no client has two.
+Clients take turns (fair_queue.py), and the sequences of a client are served by rank (arrival, shifted by priority and by the
+cost of the prompt), decoding ones first. A sequence takes the pages of all its known tokens when it is admitted, so only
+sampled tokens can make it run out of pages. Then the sequence with the last turn, of the client with the most running
+sequences, is preempted: it loses its pages, goes back to its place in the queue and is computed again later. The first sequence
+is never preempted for another one, so there is always progress. Ranks never change in the queue, so no sequence starves. A
+client that runs nothing gets a slot and pages from the client with the most running sequences, if that one has at least two.
 
-A model with linear attention has states beside its pages (cache/states.py), which sequences take as they go: one for each page
-that they fill, at the end of a chunk. The one before is given back when the step is committed, so that a step that fails or is
-rolled back leaves the state from which it began. If states are short, sequences that fill a page take turns. Pages are offered
-to others when the step that fills them is scheduled (cache/prefix.py), so those that come together share them. Prompts get a
-share of a step that decodes (prompt_share.py), in an order (prompt_order.py).
+A model with linear attention has states as well as pages (cache/states.py). A chunk that fills a page takes a state for it, and
+the sequence's previous state is given back when the step is committed, so a step that fails or is rolled back leaves the state
+from which it began. If states are scarce, sequences that fill a page take turns. Pages are offered to others when the step that
+fills them is scheduled (cache/prefix.py), so sequences that arrive together share them. While sequences decode, prompts get a
+share of each step (prompt_share.py), in the order of prompt_order.py.
 
 `schedule` may run ahead of `commit`: the device computes step n while the host prepares step n + 1. The newest token of a
-sequence is on the device alone then, as a pending one. What a step samples for a sequence that has ended is dropped. One that
-speculates waits for its newest token (step_drafts.py), and one with an image for the towers (tower_queue.py).
+sequence is then *pending*: only the device knows it. Tokens that are sampled for a sequence that has ended are dropped. A
+sequence that speculates may wait for its newest token (step_drafts.py), and one with images for the towers (tower_queue.py).
 
 Left out: tensors, text and the clock. Sources: Orca (Yu et al. 2022), vLLM (Kwon et al. 2023), Sarathi (Agrawal et al. 2023).
 """
@@ -62,13 +62,13 @@ class Scheduler:
     max_num_seqs:           number of slots, which is the limit of running sequences
     max_num_batched_tokens: token budget of a step
     keys_per_tile:          largest number of keys that a kernel reads as one aligned tile
-    window:                 keys before a token that any layer attends to, or None for all; pages behind it are released
-    speculation:            where drafts come from; None without speculation
-    prompt_share:           limits prompts while sequences decode; None without a limit
-    seats:                  of sequences with adapters, which wait there until these are in memory
-    towers:                 images that sequences wait for; None for an engine without
-    tier:                   copies of pages and states on the host; None without
-    groups:                 finds sequences that share pages which attention reads once; None without
+    window:                 most keys before a token that any layer attends to; None: all. Pages before them are released
+    speculation:            where drafts come from; None turns speculation off
+    prompt_share:           limits prompts while sequences decode; None: no limit
+    seats:                  where sequences wait until their adapters are in memory; None for an engine without adapters
+    towers:                 where sequences wait until their images are encoded; None for an engine without images
+    tier:                   holds copies of pages and states in host memory; None if the engine has no host tier
+    groups:                 finds sequences with common leading pages, so that attention reads these once; None: no groups
     """
 
     def __init__(
@@ -107,12 +107,12 @@ class Scheduler:
         self.sequences: dict[str, SequenceState] = {}
         self.num_preemptions = 0
         self._num_steps = 0
-        self._now = 0.0  # on the clock of arrivals, as far as these and the times of steps tell
+        self._now = 0.0  # the time on the clock of arrivals, estimated from arrivals and the durations of steps
         self._slots = list(range(max_num_seqs - 1, -1, -1))
         self.deadlines = Deadlines()
 
     def renewed(self) -> Scheduler:
-        """A scheduler with the same settings and nothing else of this one, whose state is not to be trusted: see `abandon`."""
+        """A scheduler with the same settings and no sequences. The state of this one may be inconsistent: see `abandon`."""
         pages = self.pages.renewed()
         states = None if self.states is None else self.states.renewed(pages)
         return Scheduler(
@@ -131,7 +131,7 @@ class Scheduler:
         )
 
     def add(self, request: Request, timeout: float | None = None) -> SequenceState:
-        """Queue a request. timeout: seconds after its arrival when its time is up"""
+        """Queue a request. timeout: seconds after its arrival at which it is ended"""
         sequence = SequenceState(request)
         self.sequences[request.request_id] = sequence
         self._now = max(self._now, request.arrival)
@@ -145,7 +145,7 @@ class Scheduler:
         return sequence
 
     def seat(self) -> list[SequenceState]:
-        """Queue the sequences whose adapter is in memory now. Returns those that end, because theirs could not be loaded."""
+        """Queue the sequences whose adapter is in memory now. Returns the sequences that end because loading theirs failed."""
         joined, failed = self.seats.arrivals()
         for sequence in joined:
             self._join(sequence)
@@ -154,7 +154,7 @@ class Scheduler:
         return [sequence for sequence, _ in failed]
 
     def expire(self, now: float) -> list[SequenceState]:
-        """End the sequences whose time is up. now: on the clock of their arrivals"""
+        """End the sequences whose time is up. now: the time on the clock of `Request.arrival`"""
         late = self.deadlines.expired(now, len(self.sequences))
         for sequence in late:
             self.finish(sequence, "error", LATE)
@@ -179,7 +179,7 @@ class Scheduler:
         return batch
 
     def needs_results(self) -> bool:
-        """Whether the next step should wait for results, because many sequences cannot be part of it before."""
+        """Whether the next step should wait for the results of earlier steps, because many sequences need these to join it."""
         return self._drafts.need_results()
 
     def commit(
@@ -187,7 +187,7 @@ class Scheduler:
     ) -> dict[SequenceState, Sequence[int]]:
         """Take in the sampled tokens of a step, `num_samples` for each chunk, in order.
 
-        seconds, images: how long the step has held up sequences that decode; they only decide the sizes of later chunks
+        seconds, images: how long the step, and its images, have delayed decoding; they only decide the sizes of later chunks
 
         Returns the tokens that sequences gained: several for a sequence whose drafts were right, none for a sequence that ended
         without another token. The `finish_reason` of every sequence that has ended is set.
@@ -221,13 +221,13 @@ class Scheduler:
                 self._end_without_token(sequence, end)
             else:
                 self.finish(sequence, "stop" if end in sequence.request.end_ids else "length")
-        if self.states is not None:  # some were needed until this step had been committed, or undone
+        if self.states is not None:  # some had to be kept until this step was committed or undone
             for state in chain.from_iterable(chunk.sequence.take_spent(batch.number) for chunk in batch.chunks):
                 self.states.release(state)
         return gained
 
     def abort(self, request_id: str) -> SequenceState | None:
-        """End a sequence now; its pages are free when this returns. Returns None if there is none with this id any more."""
+        """End a sequence now; its pages are free when this returns. Returns None if no sequence has this id any more."""
         sequence = self.sequences.get(request_id)
         if sequence is not None:
             self.finish(sequence, "abort")
@@ -245,7 +245,7 @@ class Scheduler:
             self.finish(sequence, "stop")
 
     def fail(self, batch: ScheduledBatch, error: RequestError) -> list[SequenceState]:
-        """End every sequence of a step that could not be computed; of a step of towers alone, those that need its images."""
+        """End every sequence of a step that could not be computed. If it only encodes images, end those that need them."""
         asked = [chunk.sequence for chunk in batch.chunks] or self.towers.in_need(batch.towers)
         alive = [sequence for sequence in asked if not sequence.finished]
         for sequence in alive:
@@ -255,7 +255,7 @@ class Scheduler:
     def rollback(self, batch: ScheduledBatch) -> None:
         """Undo the last `schedule`, however much of its step has been computed.
 
-        Its sequences wait to be admitted again, and start from their tokens then, not from what the device has of them.
+        Its sequences wait to be admitted again. Then they go on from the host's copy of their tokens, not from the device's.
         """
         for chunk in batch.chunks:
             sequence = chunk.sequence
@@ -267,10 +267,10 @@ class Scheduler:
             self._requeue(sequence, chunk.start)
 
     def forget_cache(self, *, new_weights: bool = False, keep_pages: bool = False) -> None:
-        """The cache is given away, or was computed with other weights (`new_weights`). No step may be in flight.
+        """Empty the prefix cache: its memory is given away, or the weights are new (`new_weights`). No step may be in flight.
 
-        Nothing computed before is shared, files excepted unless there are new weights. Running sequences are admitted once more
-        and are computed anew. With `keep_pages` they go on from what they have, which no other sequence shares.
+        Nothing computed so far is shared, except files unless the weights are new. Running sequences are admitted again and
+        recomputed. With `keep_pages` they go on with the pages that they hold, which no other sequence shares.
         """
         self._prefix.withdraw_everything(new_weights=new_weights)
         self.towers.forget()
@@ -281,14 +281,14 @@ class Scheduler:
                 self._requeue(sequence, 0)
 
     def postpone(self, chunk: Chunk) -> None:
-        """A launched step cannot sample for this chunk, which was to reach the last token. A later step computes that again."""
+        """A launched step cannot sample for this chunk, which ends with the last token. A later step recomputes that token."""
         chunk.postponed = True
         chunk.sequence.postpone(self._num_steps)
 
     def finish(self, sequence: SequenceState, reason: FinishReason, error: RequestError | None = None) -> None:
         """End a sequence and release what it holds.
 
-        Others do not share what it has written and no finite logits have confirmed.
+        What it has written is withdrawn from the prefix cache, unless finite logits have confirmed it.
         """
         sequence.finish(reason, error)
         del self.sequences[sequence.request.request_id]
@@ -304,7 +304,7 @@ class Scheduler:
         self.towers.remove(sequence)
 
     def abandon(self, sequences: Iterable[SequenceState], error: RequestError) -> None:
-        """End sequences without releasing anything: the state of this scheduler is not to be trusted, and it is given up."""
+        """End sequences without releasing anything: this scheduler's state may be inconsistent, and it is given up."""
         for sequence in sequences:
             sequence.finish("error", error)
             self.speculation.forget(sequence)
@@ -322,11 +322,11 @@ class Scheduler:
         self.waiting.check_integrity(self.running)
 
     def _continue_decoding(self, batch: ScheduledBatch) -> tuple[list[SequenceState], int]:
-        """Schedule the running sequences that lack their last token alone, by turn, with their drafts.
+        """Schedule, by turn, the running sequences that have only their last token left to compute, with their drafts.
 
-        Returns the other ones, which lack more, and how many decode, those that wait for their newest token included.
+        Returns the running sequences that lack more than that, and how many decode, including those that wait for a token.
         """
-        drafting = self._drafts.is_on  # asked once, because this loop decides what a step costs the host
+        drafting = self._drafts.is_on  # read once, because this loop decides what a step costs the host
         has_states = self.states is not None
         prompts: list[SequenceState] = []
         num_decoding = 0
@@ -370,25 +370,25 @@ class Scheduler:
                 self._append(batch, sequence, length)
 
     def _grow_to(self, sequence: SequenceState, num_tokens: int) -> None:
-        """Give the sequence the pages that it lacks for so many tokens."""
+        """Give the sequence the pages that it lacks for `num_tokens` tokens."""
         lacking = num_tokens - len(sequence.pages) * self.pages.page_size
         if lacking > 0:
             sequence.grow(self.pages.allocate(self.pages.pages_for(lacking)))
 
     def _join(self, sequence: SequenceState) -> None:
-        """Queue a sequence, unless it has nothing to compute before an image that is not encoded."""
+        """Queue a sequence, unless it has too few tokens to compute before an image that is not encoded."""
         if sequence.request.images is None or self.towers.add(sequence, self._prefix.num_cached(sequence)):
             self.waiting.add(sequence)
 
     def _set_aside(self) -> None:
-        """Take sequences out of the queue, as long as the first one could only wait there for an image."""
+        """Take the first sequence out of the queue, again and again, as long as it could only wait there for an image."""
         while self.waiting and self.towers.awaits(first := self.waiting.first()):
             if first.num_pending or not self.towers.set_aside(first, self._prefix.num_cached(first)):
                 return
             self.waiting.remove(first)
 
     def _enter(self, sequence: SequenceState, turn: int) -> None:
-        """Put an admitted sequence among the running ones. The turns of its client's sequences stay in the order of ranks."""
+        """Insert an admitted sequence among the running ones. The turns of its client's sequences are in the order of ranks."""
         client = sequence.request.client
         sequence.take_turn(turn)
         last = next((other for other in reversed(self.running) if other.request.client == client), None)
@@ -401,7 +401,7 @@ class Scheduler:
         insort(self.running, sequence, key=SequenceState.place)
 
     def _make_room(self) -> None:
-        """If `first` has to wait, a client that runs nothing gets a slot and pages from the client with the most sequences."""
+        """If `first` has to wait, preempt sequences of the client with the most of them for a client that runs nothing."""
         if not self.waiting or self._has_room():
             return
         if self._slots:
@@ -412,7 +412,7 @@ class Scheduler:
             self.waiting.give_way(victim)
 
     def _has_room(self) -> bool:
-        """Whether nothing is to be preempted for `first`. A pending token, and what the host has, come by themselves."""
+        """Whether the first waiting sequence needs no preemption: it has room, or waits for a token or copies from the host."""
         first = self.waiting.first()
         shared = self._prefix.shared(first)
         if first.num_pending or shared.is_coming:
@@ -437,7 +437,7 @@ class Scheduler:
         if sequence.request.images is not None:
             self.towers.passed(sequence)
         if self.window is not None:
-            # whole tiles: steps run in order, so those in flight have read these pages before another sequence writes to them
+            # whole tiles; steps run in order, so those in flight have read these pages before another sequence writes to them
             first_key = max(start - self.window, 0) // self.keys_per_tile * self.keys_per_tile
             self._prefix.release_behind(sequence, first_key)
 
@@ -452,7 +452,7 @@ class Scheduler:
     def _admit(self, sequence: SequenceState) -> bool:
         """Give a waiting sequence a slot and pages, shared pages first. Returns False if it has to wait."""
         if sequence.num_pending:
-            return False  # a token that was pending when it was preempted is awaited: no token is kept without a slot
+            return False  # it was preempted with a pending token, which the device keeps for no sequence without a slot
         shared = self._prefix.shared(sequence)
         if shared.awaited or not self._fits(sequence, shared):
             return False
@@ -468,8 +468,8 @@ class Scheduler:
     def _fits(self, sequence: SequenceState, shared: SharedPrefix, growth: Room = NOTHING) -> bool:
         """Whether the room suffices for a waiting sequence after the running ones have taken `growth`.
 
-        A reserve is left for the running sequences to grow into, or the newcomer might be preempted at once. A client that runs
-        nothing does not need this: the client with the most sequences is preempted before it.
+        A reserve is left for the running sequences to grow into, or the newcomer might be preempted at once. The newcomer of a
+        client that runs nothing needs no reserve: the client with the most sequences is preempted before it.
         """
         crowded = self.waiting.crowding(self.running) is not None
         reserve = NOTHING if crowded else self._prefix.reserve(len(self.running))
@@ -478,7 +478,7 @@ class Scheduler:
     def _end_without_token(self, sequence: SequenceState, token: int) -> None:
         """End a sequence for which the sampler found no token, and say why."""
         if token == INVALID_TOKEN:
-            # Any of its pages may be where the values that are not finite come from, also pages that others have computed.
+            # The values that are not finite may come from any of its pages, including those that others have computed.
             self._prefix.withdraw_all(sequence)
         self.finish(sequence, "error", WITHOUT_TOKEN[token])
 
@@ -489,7 +489,7 @@ class Scheduler:
     def _leave(self, sequence: SequenceState, num_right: int | None = None) -> None:
         """Take a sequence out of the running ones; its pages, its states and its slot are free.
 
-        num_right: number of leading tokens whose states are right when all launched steps have run; None: all computed ones
+        num_right: number of leading tokens whose states are right once all launched steps have run; None: all computed tokens
         """
         self.running.remove(sequence)
         self._prefix.keep_newest(sequence, sequence.num_computed if num_right is None else num_right)

@@ -1,7 +1,7 @@
 """The scheduler's half of a request: the tokens of one sequence, its pages and its slot. Plain Python, no torch.
 
-A `SequenceState` changes through its own methods only, and `Scheduler` is the only one that calls them. Everyone else reads.
-A test holds this (tests/engine/scheduler/test_sequence.py). The client's half, text and log-probabilities, is `OutputState`.
+A `SequenceState` changes only through its own methods, and only `Scheduler` calls them. Everyone else reads. A test enforces
+this (tests/engine/scheduler/test_sequence.py). The client's half, text and log-probabilities, is `OutputState`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fa_serve.engine.request.outputs import FinishReason
 from fa_serve.engine.request.request import Request
 
 EXPECTED_TOKENS = 128
-"""Length of an answer for which a client is charged in advance. The difference is charged when the answer ends."""
+"""Tokens of an answer that a client is charged for in advance. The difference is charged when the answer ends."""
 
 
 NEVER_OFFERED = sys.maxsize
@@ -24,10 +24,10 @@ NEVER_OFFERED = sys.maxsize
 
 
 class HeldState(NamedTuple):
-    """A state of linear attention that a sequence holds beside the one that its next step reads.
+    """A state of linear attention that a sequence holds in addition to the one that its next step reads.
 
     position: number of leading tokens that it comes after
-    step:     number of the step that reads or writes it, and after which the sequence needs it no more
+    step:     number of the step that reads or writes it; after that step the sequence no longer needs it
     """
 
     state: int
@@ -41,22 +41,22 @@ class SequenceState:
 
     tokens:       the prompt, then every sampled token that is known on the host
     num_prompt_tokens: length of the prompt
-    rank:         its place among the sequences of its client: that of its request, moved back by what its prompt costs
+    rank:         its place among the sequences of its client: the rank of its request, moved back by the cost of its prompt
     num_pending:  sampled tokens that are still on the device, because their step has been launched and not yet read
     num_computed: leading tokens whose keys and values are in the cache once all launched steps have run; drafts not counted
     num_drafts:   guesses of the tokens after the last one, which the step in flight verifies
     num_cached_tokens: prompt tokens whose keys and values were found in the prefix cache when the request was first admitted
     num_shared:   leading pages that were found in the prefix cache
     num_offered:  leading pages that are registered in the prefix cache; or NEVER_OFFERED
-    num_released: leading pages that lie behind the window of every layer and are not held any more
+    num_released: leading pages that lie before the window of every layer and are not held any more
     num_at_start: tokens that were known when the sequence was admitted last; 0 if it never was
     turn:         place among the sequences of all clients while the sequence runs, from `FairQueue`
     charge:       tokens that its client was charged when the sequence was admitted
     slot:         row of the per-sequence state on the device while the sequence runs, else -1
     pages:        ids of its pages in order; the first num_released of them may belong to other sequences by now
     page_hashes:  hashes of its full pages
-    unfiled:      what it had not confirmed when it was preempted, and what had no file then: (kind, hash)
-    state:        state of linear attention that its next step reads; -1 is that before the first token
+    unfiled:      pages and states that were unconfirmed and had no file when it was preempted: (kind, hash)
+    state:        state of linear attention that its next step reads; -1 is the state before the first token
     state_position: number of leading tokens that `state` comes after: the last multiple of the page size up to num_computed
     retired:      further states that it holds, because steps in flight read or write them
     branch:       position in the prompt up to which others have the same tokens, if a state is missing there; else 0
@@ -95,7 +95,7 @@ class SequenceState:
 
     @property
     def content(self) -> Sequence[int]:
-        """The known tokens, for the hashes of pages: those of images are numbers that stand for their content."""
+        """The known tokens as the hashes of pages see them: image tokens are numbers that stand for the image's content."""
         images = self.request.images
         return self.tokens if images is None else [*images.content, *self.tokens[self.num_prompt_tokens :]]
 
@@ -105,14 +105,14 @@ class SequenceState:
         return self.request.images is not None and bool(self.request.images.blocks)
 
     def cuts(self, end: int) -> tuple[int, int]:
-        """The last place up to `end` where a chunk may end, and the first one from there on: outside of blocks."""
+        """The last place up to `end`, and the first place from `end` on, where a chunk may end: outside of two-way blocks."""
         images = self.request.images
         assert images is not None
         return images.last_cut(end), images.next_cut(end)
 
     @property
     def num_tokens(self) -> int:
-        """Known tokens and pending ones."""
+        """Number of known and pending tokens."""
         return len(self.tokens) + self.num_pending
 
     @property
@@ -127,7 +127,7 @@ class SequenceState:
 
     @property
     def held_pages(self) -> list[int]:
-        """The pages that this sequence holds: all but those behind the window."""
+        """The pages that this sequence holds: all but those that were released before the window."""
         return self.pages[self.num_released :]
 
     @property
@@ -143,18 +143,18 @@ class SequenceState:
         """Leading tokens whose keys and values are known to be finite.
 
         A token that was sampled after the admission confirms all tokens before it, because finite logits need finite keys and
-        values. Shared pages are the affair of the sequence that has computed them.
+        values. Shared pages are confirmed by the sequence that has computed them.
         """
         return len(self.tokens) - 1 if len(self.tokens) > self.num_at_start else 0
 
     def num_prompt_logits(self, length: int) -> int:
-        """Of how many of the next `length` tokens the logits are wanted for `prompt_logprobs`."""
+        """For how many of the next `length` tokens `prompt_logprobs` needs logits."""
         if self.request.params.prompt_logprobs is None or self.num_output_tokens + self.num_pending:
             return 0
         return max(min(length, self.num_prompt_tokens - 1 - self.num_computed), 0)
 
     def up_to_its_end(self, draws: Sequence[int]) -> tuple[Sequence[int], int | None]:
-        """The draws that the answer gains, and the draw that ends it: its last token, or a number that stands for none."""
+        """The draws that the answer gains, and the draw that ends it: its last token, or a number that stands for no token."""
         num_left = self.request.max_tokens - (len(self.tokens) - self.num_prompt_tokens)
         for number, draw in enumerate(draws, 1):
             if draw < 0:
@@ -195,7 +195,7 @@ class SequenceState:
             self.num_cached_tokens = self.num_computed
 
     def move_back(self, seconds: float) -> None:
-        """The sequence has the rank of one that has come later by so many seconds."""
+        """Give the sequence the rank that it would have had if it had arrived so many seconds later."""
         self.rank = (self.request.rank[0] + seconds, self.request.rank[1])
 
     def take_turn(self, turn: int) -> None:
@@ -219,8 +219,8 @@ class SequenceState:
     def receive(self, tokens: Sequence[int] = (), num_accepted: int = 0) -> None:
         """The outcome of a step that samples is known, or will never be known because the step was rolled back.
 
-        tokens: those that the answer gains
-        num_accepted: the first drafts of the step were right, so that their keys and values are those of the next tokens
+        tokens: tokens that the answer gains
+        num_accepted: number of leading drafts that were right, so that their keys and values are valid for the next tokens
         """
         self.num_pending -= 1
         self.tokens += tokens
@@ -237,14 +237,14 @@ class SequenceState:
             self._read_newest()
 
     def _read_newest(self) -> None:
-        """The next step reads the newest state that the computed tokens reach; steps in flight read the one before."""
+        """The next step reads the newest state that the computed tokens reach; steps in flight read the previous one."""
         reached = [each for each in self.retired if self.state_position < each.position <= self.num_computed]
         if reached:
             newest = max(reached, key=lambda each: each.position)
             self._exchange(newest, newest.step)
 
     def _exchange(self, new: HeldState, step: int) -> None:
-        """The next step reads `new`, and `step` is the last one that needs the state which it would have read."""
+        """The next step reads `new` instead of the current state, and `step` is the last step that needs the current one."""
         old = HeldState(self.state, self.state_position, step)
         self.retired = [each for each in self.retired if each.state != new.state]
         if old.state >= 0:
@@ -253,15 +253,15 @@ class SequenceState:
         self.state_position = new.position
 
     def take_spent(self, step: int) -> list[int]:
-        """Give up the states that no step after the one of this number needs. Returns them, by position."""
+        """Give up the states that no step after this one needs. Returns them, by position. step: its number"""
         spent = [each.state for each in sorted(self.retired, key=lambda each: each.position) if each.step <= step]
         self.retired = [each for each in self.retired if each.step > step]
         return spent
 
     def postpone(self, step: int = 0) -> None:
-        """The step in flight, which has this number, samples nothing after the last known token, which is computed again.
+        """The step in flight, which has this number, samples nothing, so the last known token is computed again.
 
-        If that token completes a state, tokens are computed again from the state before it on.
+        If that token completes a state, all tokens after the previous state are computed again.
         """
         self.receive()
         self.num_computed -= 1
@@ -280,7 +280,7 @@ class SequenceState:
         self.num_offered = num_pages
 
     def keep_to_itself(self) -> None:
-        """No page that the sequence holds or fills is registered, until it is computed from its first token on again."""
+        """Register no page that the sequence holds or fills, until the sequence is computed again from its first token on."""
         self.num_offered = NEVER_OFFERED
 
     def release_before(self, num_pages: int) -> None:
@@ -288,7 +288,8 @@ class SequenceState:
         self.num_released = num_pages
 
     def leave_unfiled(self, names: Iterable[tuple[str, bytes]]) -> None:
-        """These have no file and are not confirmed, as kind and hash; what writes them later has to withdraw them."""
+        """These pages and states, (kind, hash), are unconfirmed and have no files; files of them that are written from now on
+        may have to be withdrawn."""
         self.unfiled.update(names)
 
     def pause(self) -> None:

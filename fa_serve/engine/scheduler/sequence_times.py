@@ -2,7 +2,7 @@
 
     times = SequenceTimes(arrival=now)
     times.begin(now)                            # its first step begins: what was before is time in the queue
-    times.end_step(now, text_at, num_tokens=1)  # a step has given it a token, which became text until `text_at`
+    times.end_step(now, text_at, num_tokens=1)  # a step has given it a token, which was turned into text by `text_at`
 
 Each call accounts for the time since the call before it, so the parts always add up to the time from `arrival` to `until`.
 """
@@ -17,11 +17,11 @@ class SequenceTimes:
     """Seconds, on the clock of `time.monotonic`, which is the same in all processes of a machine.
 
     arrival:      when the engine got the request
-    until:        up to when the time is accounted for: the end of the sequence in its last output
+    until:        time up to which everything is accounted for; in the last output, the end of the sequence
     queue:        waiting for the first step
     prompt:       from the beginning of the first step to the first token
     decode:       from the first token to the last one
-    masks:        of steps: computing which tokens structured outputs allow, for all sequences of the step
+    masks:        in its steps, computing which tokens structured outputs allow, for all sequences of the step
     detokenise:   turning its tokens into text
     num_steps:    steps that gave it tokens
     longest_step: the longest time from one of these steps to the next
@@ -49,7 +49,7 @@ class SequenceTimes:
             self.until = now
 
     def end_step(self, now: float, text_at: float, num_tokens: int, mask_seconds: float = 0.0) -> None:
-        """A step has given so many tokens, which became text from `now` to `text_at`; or the sequence ends without another."""
+        """A step has given so many tokens, which became text from `now` to `text_at`; or the sequence ends without a token."""
         elapsed = now - self.until
         computing = elapsed
         if mask_seconds:

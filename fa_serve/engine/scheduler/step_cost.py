@@ -10,17 +10,18 @@ The model has one term for each thing that takes time:
 
     seconds = decode(rows) + KEY * keys + prompt(tokens) * tokens + PAIR * pairs + image(images) * images
 
-`decode`, `prompt` and `image` are medians of recent steps of about that size, one for each power of two, as none grows in
-proportion: the rows that fit beside the reading of the weights cost nearly nothing. KEY and PAIR, the cost of a key that a row
-reads and of a query with its key, are slopes: the median of the slopes from each new step to recent ones (Theil 1950, Sen 1968,
-of as many pairs as a step can afford). Medians throughout, so that one step that waited for a compiler counts little.
+`decode`, `prompt` and `image` are medians of recent steps of about that size, one for each power of two, because none grows in
+proportion: rows that are computed in the time of reading the weights cost nearly nothing. KEY is the cost of a key that a row
+reads, and PAIR the cost of a query with one key. Both are slopes: each new step gives its median slope to recent steps, and the
+median of these counts (Theil 1950, Sen 1968, for as many pairs as a step can afford). Everything is a median, so that one step
+that waited for a compiler counts little.
 
-What images take is measured by itself: a GPU begins with those of a step while it still computes the step before, which is the
-one that they hold up. Derived from the time of the step that has them, images that are encoded in one step would seem to take
-nothing, and the next step would encode as many as it can hold.
+The time of images is measured separately, because a GPU begins with the images of a step while it still computes the previous
+step, which they delay. If their time were derived from the step that has them, images that are encoded in one step would seem
+to take no time, and the next step would encode as many as it can hold.
 
-Before anything is measured, steps take no time. Unless recent steps tell a slope, a prompt token costs twice as much behind
-PRIOR_KEYS keys as without any, and a key that a row reads costs nothing beside its row.
+Before anything is measured, steps are assumed to take no time. Until recent steps give a slope, a prompt token is assumed to
+cost twice as much after PRIOR_KEYS keys as without keys, and a key that a row reads is assumed to cost nothing.
 
 Left out: the clock, and what follows from the cost (prompt_share.py).
 """
@@ -32,23 +33,23 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 RECENT = 64
-"""Measured steps of a kind that count."""
+"""How many of the newest measured steps of each kind count."""
 MIN_SLOPES = 8
 """Slopes that recent steps have to give before they count."""
 FAR = 2048
 """Keys by which two steps have to differ to give a slope. With fewer, other differences between them count for more."""
 PRIOR_KEYS = 25_000
-"""Keys behind which attention costs a prompt token as much as its products do: 8B parameters, 32 layers of 4,096."""
+"""Keys before a prompt token at which its attention costs as much as its products: 8B parameters, 32 layers of 4,096."""
 
 
 class StepSize(NamedTuple):
     """What a step computes.
 
     rows:          tokens of sequences that decode, and their drafts
-    keys:          keys that these rows read, all together
+    keys:          keys that these rows read, summed over the rows
     prompt_tokens: tokens of prompts
-    pairs:         keys before each of these tokens, all together
-    image_tokens:  embeddings of images that go through the towers; those of an image that is cut are counted in parts
+    pairs:         keys before each prompt token, summed over the tokens
+    image_tokens:  image embeddings that go through the towers; an image that is encoded in several steps counts in parts
     """
 
     rows: int = 0
@@ -59,7 +60,7 @@ class StepSize(NamedTuple):
 
 
 class ImageSeconds(NamedTuple):
-    """own: what the device has worked on the images of a step; beside: on images of any step while it computed this one"""
+    """own: seconds that the device worked on the images of a step; beside: on images of any step while it computed this step"""
 
     own: float = 0.0
     beside: float = 0.0
@@ -70,8 +71,8 @@ class StepCost:
 
     def __init__(self) -> None:
         self._decoding: deque[tuple[int, float, float]] = deque(maxlen=RECENT)  # rows, keys, seconds
-        self._prompts: deque[tuple[int, float, float]] = deque(maxlen=RECENT)  # tokens, keys before one, seconds of one
-        self._images: deque[tuple[int, float]] = deque(maxlen=RECENT)  # embeddings, seconds of one
+        self._prompts: deque[tuple[int, float, float]] = deque(maxlen=RECENT)  # tokens; for each: keys before it, seconds
+        self._images: deque[tuple[int, float]] = deque(maxlen=RECENT)  # embeddings, seconds for each
         self._key_slopes: deque[float | None] = deque(maxlen=RECENT)
         self._pair_slopes: deque[float | None] = deque(maxlen=RECENT)
         self._rows: dict[int, float] = {}
@@ -96,7 +97,7 @@ class StepCost:
         return bool(self._images)
 
     def record(self, size: StepSize, seconds: float, images: ImageSeconds | None = None) -> None:
-        """A step has taken so long, and images so long of it; None are no images."""
+        """A step of this size has taken `seconds`. images: how much of that was for images; None: there were none"""
         images = images or ImageSeconds()
         if size.image_tokens:
             self._images.append((size.image_tokens, images.own / size.image_tokens))
@@ -110,7 +111,7 @@ class StepCost:
             self._rows = _medians((rows, value - self._key * keys) for rows, keys, value in self._decoding)
 
     def _record_prompts(self, size: StepSize, seconds: float) -> None:
-        """Prompts have taken so long of a step."""
+        """Prompts have added `seconds` to a step of this size."""
         added = seconds / size.prompt_tokens
         before = size.pairs / size.prompt_tokens
         pair = _slope(self._prompts, self._pair_slopes, size.prompt_tokens, before, added)
@@ -122,15 +123,15 @@ class StepCost:
         self._tokens = _medians((tokens, value - self._pair * keys) for tokens, keys, value in self._prompts)
 
     def decode_seconds(self, rows: int, keys: float) -> float:
-        """How long a step takes that only decodes, by measured steps of about that size; 0 without any."""
+        """How long a step that only decodes takes, from measured steps of about that size; 0 if there are none."""
         return max(_nearest(self._rows, rows) + self._key * keys, 0.0)
 
     def prompt_seconds(self, tokens: int, before: float) -> float:
-        """What so many prompt tokens add to a step. before: keys before the first of them"""
+        """Seconds that so many prompt tokens add to a step. before: keys before the first of them"""
         return tokens * max(_nearest(self._tokens, tokens) + self._pair * (before + tokens / 2), 0.0)
 
     def image_seconds(self, count: int) -> float:
-        """What so many embeddings of images add to a step; 0 before any was measured."""
+        """Seconds that so many image embeddings add to a step; 0 before any were measured."""
         return count * _nearest(self._embeddings, count)
 
     def seconds(self, size: StepSize) -> float:
@@ -143,9 +144,9 @@ class StepCost:
 def _slope(
     recent: Iterable[tuple[int, float, float]], slopes: deque[float | None], number: int, at: float, value: float
 ) -> float | None:
-    """The slope of values over what they are measured at, after one more; None if recent steps do not tell.
+    """The slope of `value` over `at`, with one more measurement; None if recent steps do not give one.
 
-    Steps of about the same number are compared, at places that are far from each other.
+    Only steps with about the same `number` are compared, and only if their `at` are far apart.
     """
     found = [
         (value - other) / (at - where)
@@ -172,6 +173,6 @@ def _medians(measured: Iterable[tuple[int, float]]) -> dict[int, float]:
 
 
 def _nearest(medians: Mapping[int, float], number: int) -> float:
-    """The median of numbers like this one, or of the nearest ones; 0 if there is none."""
+    """The median for the power of two of this number, or for the nearest one that has a median; 0 if none has."""
     size = min(medians, key=lambda other: (abs(other - number.bit_length()), -other), default=None)
     return 0.0 if size is None else medians[size]

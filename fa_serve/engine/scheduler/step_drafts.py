@@ -1,11 +1,11 @@
-"""The drafts that one step verifies: for which sequences there are pages, and which wait for their newest token first.
+"""The drafts that one step verifies: which sequences have pages for drafts, and which first wait for their newest token.
 
     drafts = StepDrafts(speculation, prefix, running, grow)
     drafts.prepare()                         # for all sequences at once, where the drafter wants that
     if drafts.is_on and not drafts.is_held_back(sequence):
         guesses = drafts.guess(sequence, budget=8)
 
-Left out: where guesses come from (speculation/drafts.py), and what a step computes beside them (scheduler.py). No torch.
+Left out: where guesses come from (speculation/drafts.py), and what else a step computes (scheduler.py). No torch.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from fa_serve.engine.speculation.drafts import Speculation, is_worth_waiting
 
 
 class StepDrafts:
-    """The scheduler's hand in a `Speculation`.
+    """The scheduler's access to `Speculation`.
 
     running: the scheduler's sequences with a slot
-    grow:    gives a sequence pages for so many tokens
+    grow:    gives a sequence pages for a number of tokens
     """
 
     def __init__(
@@ -46,12 +46,12 @@ class StepDrafts:
         return sequence.num_drafts > 0 or self._speculation.waits(sequence, len(self._running))
 
     def need_results(self) -> bool:
-        """Whether the next step should wait for results, because many sequences cannot be part of it before."""
+        """Whether the next step should wait for the results of earlier steps, because many sequences need these to join it."""
         held = self.is_on and sum(map(self.is_held_back, self._running))
         return is_worth_waiting(held, len(self._running))
 
     def prepare(self) -> None:
-        """Let the drafter guess for all sequences at once whose drafts may be verified in this step."""
+        """Let a drafter that `prepares` guess for all sequences whose drafts this step may verify."""
         if not self._speculation.drafter.prepares or not self.is_on:
             return
         wanted: list[tuple[SequenceState, int]] = []
@@ -62,11 +62,11 @@ class StepDrafts:
         self._speculation.drafter.prepare(wanted)
 
     def guess(self, sequence: SequenceState, budget: int) -> list[int]:
-        """The drafts that are verified in this step, and pages for them. budget: tokens of the step, the last one included"""
+        """The drafts that this step verifies, for which the sequence gets pages. budget: tokens for them and the last token"""
         drafts = self._speculation.draft(sequence, len(self._running), min(self._room(sequence), budget - 1))
         self._grow(sequence, len(sequence.tokens) + len(drafts))
         return drafts
 
     def _room(self, sequence: SequenceState) -> int:
-        """Drafts for which there are pages and states."""
+        """Number of drafts for which there are pages and states."""
         return self._prefix.draft_end(sequence, len(self._running)) - len(sequence.tokens)

@@ -1,17 +1,18 @@
-"""Which images go through the towers next, and which sequences wait for them. Plain Python, no torch.
+"""Which images the towers (a model's image encoders) encode next, and which sequences wait for them. No torch.
 
     if towers.add(sequence, start): queue.add(sequence)          # at once, if it has something to compute without its images
     towers.begin_step()
     for sequence in towers.encode(batch, prompts, num_decoding, share, now): queue.add(sequence)
     end = towers.barrier(sequence)           # tokens from here on wait for an image
-    towers.passed(sequence)                  # its chunk has been scheduled: it needs the images before no more
+    towers.passed(sequence)                  # its chunk has been scheduled: it no longer needs the images before that point
 
-The embeddings of an image are separate work: clients take turns by the embeddings that they have got (fair_queue.py), and a
-step encodes as much as it has time for. A sequence computes the tokens before its first image that is not encoded. Without such
-tokens it waits outside of the queue, so that it holds up nobody, takes no slot and no pages.
+Encoding images is separate from computing tokens: clients take turns by the embeddings that they have received (fair_queue.py),
+and a step encodes as many as it has time for. A sequence computes the tokens before its first image that is not encoded. If
+there are too few of them, it waits outside the queue, where it holds up nobody and takes no slot and no pages.
 
-What is encoded is held until the sequence has computed it. If the cache is full of what is held, the towers wait, unless nobody
-that holds an image could go on: one more is encoded then, for a running sequence if there is one. So there is always progress.
+Embeddings are held until the sequence has computed the tokens that they stand for. If held embeddings fill the cache, the
+towers wait, unless no sequence that holds an image can go on. Then one more image is encoded, for a running sequence if there
+is one. So there is always progress.
 
 Left out: the embeddings (images/encoder.py), and how much time a step has for the towers (prompt_share.py).
 """
@@ -34,16 +35,16 @@ from fa_serve.engine.scheduler.scheduled_batch import ScheduledBatch, TowerWork
 from fa_serve.engine.scheduler.sequence import SequenceState
 
 SLICES = 8
-"""Steps that the images which begin together take about, while sequences decode: more of them are encoded at a better rate, and
-fewer are there sooner."""
+"""While sequences decode, images that begin together take about this many steps. With more steps, images are encoded more
+efficiently; with fewer, they are ready sooner."""
 MAX_SEEN = 64
-"""Sequences outside of the queue of which a step asks how long they have waited."""
+"""A step looks at no more sequences outside the queue than this, to see how long they have waited."""
 NOWHERE = sys.maxsize
 """The barrier of a sequence that waits for no image."""
 
 
 class Encoder(Protocol):
-    """What the queue needs of the owner of the embeddings."""
+    """The interface that the queue needs from the owner of the embeddings."""
 
     @property
     def capacity(self) -> int:
@@ -70,8 +71,8 @@ class Encoder(Protocol):
 class WantedImage:
     """An image that a sequence needs.
 
-    ready: a step from now on finds its embeddings
-    holds: the encoder keeps them, or will, for this sequence
+    ready: every step that is scheduled from now on finds its embeddings
+    holds: the encoder keeps its embeddings for this sequence, or will keep them once they exist
     """
 
     sequence: SequenceState
@@ -92,7 +93,7 @@ class WantedImage:
 
     @property
     def count(self) -> int:
-        """Its embeddings."""
+        """The number of its embeddings."""
         return len(self.placed.places)
 
     @property
@@ -107,7 +108,7 @@ class WantedImage:
 
 
 class TowerQueue:
-    """Owner of what sequences need of images that they have not computed yet.
+    """Knows which images sequences still need, and which of them are encoded.
 
     encoder: None for an engine without images
     """
@@ -118,10 +119,10 @@ class TowerQueue:
         self._needs: dict[SequenceState, list[WantedImage]] = {}
         self._aside: dict[SequenceState, int] = {}  # sequences outside of the queue, and their cached tokens
         self._begun: list[WantedImage] = []
-        self._num_done = 0  # embeddings of those that have begun, as far as steps were given time for them
+        self._num_done = 0  # embeddings of `_begun` for which steps have been given time so far
         self._uses: Counter[bytes] = Counter()
         self._counts: dict[bytes, int] = {}  # embeddings of the images that are held
-        self._spent: list[WantedImage] = []  # which the newest step still reads
+        self._spent: list[WantedImage] = []  # images that only the newest step still reads
         self._newest: ScheduledBatch | None = None
 
     def __len__(self) -> int:
@@ -136,7 +137,7 @@ class TowerQueue:
         return sequence in self._aside
 
     def renewed(self) -> TowerQueue:
-        """The same for a scheduler that begins anew: no sequence is left, and the state of this one is not to be trusted."""
+        """An empty queue with the same encoder, for a new scheduler. The state of this queue may be inconsistent."""
         if self._encoder is not None:
             self._encoder.release_all()
         return TowerQueue(self._encoder)
@@ -147,13 +148,13 @@ class TowerQueue:
         return not self._queue and not self._begun
 
     def add(self, sequence: SequenceState, start: int) -> bool:
-        """A sequence has come, with images. Returns whether it may join the queue; otherwise `encode` returns it later.
+        """A sequence with images has arrived. Returns whether it may join the queue; otherwise `encode` returns it later.
 
-        start: its tokens that the prefix cache has
+        start: number of its tokens that the prefix cache has
         """
-        self._release_spent()  # sequences come between steps
+        self._release_spent()  # sequences arrive between steps
         if self._encoder is not None and sequence.request.images is not None:
-            for each in sequence.request.images.placed:  # this one does not share the failures of those before it
+            for each in sequence.request.images.placed:  # an image that failed for earlier sequences is tried again
                 self._encoder.retry(each.image.key)
         self.want(sequence, start)
         if self._may_join(sequence, start):
@@ -162,7 +163,7 @@ class TowerQueue:
         return False
 
     def failures(self) -> list[tuple[SequenceState, RequestError]]:
-        """The sequences with an image that could not be encoded, which are to end; to be asked after each launch."""
+        """The sequences that have to end because an image could not be encoded. Call this after each launch."""
         failed: dict[SequenceState, RequestError] = {}
         if self._encoder is not None:
             for each in chain(self._spent, *self._needs.values()):
@@ -171,7 +172,7 @@ class TowerQueue:
         return [*failed.items()]
 
     def want(self, sequence: SequenceState, start: int) -> None:
-        """A sequence is to be computed from token `start` on: it needs the images that end behind it."""
+        """A sequence is to be computed from token `start` on: it needs the images that end after this token."""
         images = sequence.request.images
         if self._encoder is None or images is None:
             return
@@ -192,7 +193,7 @@ class TowerQueue:
         return any(not each.ready for each in self._needs.get(sequence, ()))
 
     def barrier(self, sequence: SequenceState) -> int:
-        """The first token that waits for an image, or for a token that attends to it; NOWHERE if none waits."""
+        """The first token that has to wait for an image: of the image, or of a two-way block with it; NOWHERE if none waits."""
         for each in self._needs.get(sequence, ()):
             if not each.ready:
                 assert sequence.request.images is not None
@@ -200,14 +201,14 @@ class TowerQueue:
         return NOWHERE
 
     def set_aside(self, sequence: SequenceState, start: int) -> bool:
-        """Take a sequence that waits in the queue if it could compute nothing. Returns whether it is to leave the queue."""
+        """Set a waiting sequence aside if it can compute nothing. Returns whether the caller must remove it from the queue."""
         if self.barrier(sequence) > start:
             return False
         self._aside[sequence] = start
         return True
 
     def begin_step(self) -> None:
-        """The step before has been launched: it has got the embeddings that it reads, and encoded what it was to encode."""
+        """The previous step has been launched: it has the embeddings that it reads, and its share of the encoding is done."""
         if self._encoder is None:
             return
         waiting = []
@@ -234,10 +235,10 @@ class TowerQueue:
         share: PromptShare | None,
         now: float,
     ) -> list[SequenceState]:
-        """Let a step encode what it has time for beside its decoding, and beside prompts: a part of an image, or many images.
+        """Let a step encode what it has time for in addition to decoding and prompts: a part of an image, or many images.
 
-        prompts: of sequences in the queue and of running ones; num_decoding: sequences that decode; now: on the clock of the
-                 arrivals
+        prompts: running and waiting sequences with prompts to compute; num_decoding: number of sequences that decode;
+                 now: the time on the clock of `Request.arrival`
 
         Returns the sequences that may join the queue now.
         """
@@ -246,7 +247,7 @@ class TowerQueue:
         if not self._needs and not self._queue and not self._begun:
             return []
         limit = None
-        # the device begins with these images while it computes the step before, whose sequences may end with it
+        # the device begins with these images while it still computes the previous step, so they delay that step's rows too
         num_waiting = num_decoding if before is None else max(num_decoding, before.size.rows)
         if share is not None and num_waiting:
             late = max((now - each.request.arrival for each in islice(self._aside, MAX_SEEN)), default=0.0)
@@ -264,7 +265,7 @@ class TowerQueue:
     def _plan(self, limit: int | None) -> TowerWork | None:
         """What this step encodes; None if nothing is to be encoded.
 
-        limit: embeddings that it has time for; None if nobody waits for it
+        limit: embeddings that it has time for; None if no decoding sequence waits for it
         """
         encoder = self._encoder
         if encoder is None or self.is_idle:
@@ -281,13 +282,13 @@ class TowerQueue:
                 each.ready = True  # this step encodes them before it reads them
         elif left <= limit:
             limit = None
-        copies = begins and limit is not None  # and encodes nothing yet
+        copies = begins and limit is not None  # this step only copies the pixels, and encodes nothing yet
         count = 0 if copies else min(limit or left, left)
         self._num_done += count
         return TowerWork([*images.values()], limit, count)
 
     def passed(self, sequence: SequenceState) -> None:
-        """Tokens of a sequence have been scheduled: it needs the images that end before the others no more."""
+        """Tokens of a sequence have been scheduled: it no longer needs the images that end with them."""
         needs = self._needs.get(sequence)
         if needs is None:
             return
@@ -312,7 +313,7 @@ class TowerQueue:
             self._give_up(each)
 
     def forget(self) -> None:
-        """Nothing is encoded any more, because weights have changed."""
+        """No image counts as encoded any more, because the weights have changed."""
         self._queue = FairQueue()
         self._begun = []
         for needs in self._needs.values():
@@ -322,7 +323,7 @@ class TowerQueue:
                 self._queue.add(each)
 
     def check_integrity(self) -> None:
-        """Assert that every image is queued, on its way or ready, and that those are held which sequences need."""
+        """Assert that every image that a sequence needs is queued, on its way or ready, and that it is held unless queued."""
         wanted = [each for needs in self._needs.values() for each in needs]
         queued = {*self._queue}
         begun = {*self._begun}
@@ -334,13 +335,13 @@ class TowerQueue:
         assert {*self._aside} <= {*self._needs}
 
     def _may_join(self, sequence: SequenceState, start: int) -> bool:
-        """Whether a sequence has its first image, or enough text before it that it is worth a slot meanwhile."""
+        """Whether a sequence's first image is ready, or enough text comes before it to be worth a slot meanwhile."""
         needs = self._needs.get(sequence)
         barrier = self.barrier(sequence)
         return needs is None or barrier > needs[0].first or barrier - start >= MIN_PROMPT_TOKENS
 
     def _look_for(self, wanted: WantedImage) -> None:
-        """Find an image in the cache or among those that have begun; or queue it."""
+        """Find an image in the cache or among the images that have begun, or queue it."""
         assert self._encoder is not None
         wanted.ready = self._encoder.is_encoded(wanted.key)
         begun = next((each for each in self._begun if each.key == wanted.key), None)
@@ -353,7 +354,7 @@ class TowerQueue:
         self._hold(wanted)
 
     def _begin(self, room: int) -> None:
-        """Take images out of the queue, one at least if there is room in the cache."""
+        """Take images out of the queue, at least one if there is room in the cache."""
         assert self._encoder is not None
         self._num_done = 0
         keys: set[bytes] = set()
@@ -381,7 +382,7 @@ class TowerQueue:
         holders = [sequence for sequence, needs in self._needs.items() if any(each.holds for each in needs)]
         running = [sequence for sequence in self._needs if sequence.slot >= 0]
         stuck = {sequence for sequence in running if self.barrier(sequence) <= sequence.num_computed}
-        served = {each.sequence for each in self._begun}  # they may go on when what is on its way has come
+        served = {each.sequence for each in self._begun}  # they may go on when the images on their way are encoded
         if any(each in served or (each.slot >= 0 and each not in stuck) for each in holders):
             return None
         if stuck:
@@ -398,7 +399,7 @@ class TowerQueue:
         self._queue.settle(wanted, 0)
 
     def _give_up(self, wanted: WantedImage) -> None:
-        """The sequence needs the image no more. If it is on its way, it is encoded all the same."""
+        """The sequence no longer needs the image. An image that is on its way is encoded all the same."""
         if not wanted.holds:
             self._queue.remove(wanted)
         elif wanted not in self._begun:
@@ -433,7 +434,7 @@ class TowerQueue:
 
 
 def _error_of(wanted: WantedImage) -> RequestError:
-    """What a request is told whose image could not be encoded."""
+    """The error of a request whose image could not be encoded."""
     assert wanted.request.images is not None
     placed = wanted.request.images.placed
     number = 1 + next(n for n, each in enumerate(placed) if each is wanted.placed)

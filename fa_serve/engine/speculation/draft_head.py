@@ -2,17 +2,17 @@
 
     head_runner = load_head_runner(config, model)
     drafter = DraftModel(head_runner, 8192)
-    runner = ModelRunner(model, config, draft=head_runner)       # its forwards leave features to the head
+    runner = ModelRunner(model, config, draft=head_runner)       # its forwards keep features for the head
 
-A head takes two inputs at each position p: what the model has computed for token p, its feature, and token p + 1. Tokens are
+A head takes two inputs at each position p: the *feature* of token p, which the model has computed, and token p + 1. Tokens are
 therefore one place ahead of positions, pages and keys (`tokens_ahead`). A draft has no feature yet, because the model has not
-computed it. The head's output of the position before stands in, which is kept for each slot. When the model has verified the
-drafts, the head computes its keys of the right ones again, from the features.
+computed it. The head's output at the previous position, which is kept for each slot, takes its place. When the model has
+verified the drafts, the head computes its keys of the right drafts again, from the features.
 
-A feature is the head's projection (`fc`) of the hidden states of three layers: as many numbers as one hidden state. It lies
-where the keys and values of its token lie, in a tensor with the same pages. So a prefix that is found in the cache brings its
-features along, those of a wrong draft are overwritten with its keys, and those of a preempted sequence are lost with its pages.
-Reading and writing have fixed addresses and sizes, which CUDA graphs need.
+A feature is the head's projection (`fc`) of the hidden states of three layers: as many numbers as one hidden state. Features
+lie in a tensor with the same pages as the KV cache, in the slots of their tokens. So a prefix that is found in the cache brings
+its features along, the features of a wrong draft are overwritten together with its keys, and the features of a preempted
+sequence are lost with its pages. Reading and writing have fixed addresses and sizes, which CUDA graphs need.
 
 Left out: the head itself (fa_serve.hf.eagle3), and which sequences draft (draft_model.py, drafts.py).
 """
@@ -65,8 +65,8 @@ class KeptFeatures:
         with self._reader.reading() as states:
             yield
         if len(states) < len(self._head.depths):
-            return  # a forward of few layers, which stand for all in the warm-up
-        last = len(self._features) - 1  # takes what belongs to no token
+            return  # a forward of a few layers, which stand for all layers in the warm-up
+        last = len(self._features) - 1  # the extra row takes what belongs to no token
         slots = torch.where(batch.slot_mapping < 0, last, batch.slot_mapping)
         self._features.index_copy_(0, slots, self._head.combine(states))
 
@@ -107,7 +107,7 @@ class HeadRunner(ModelRunner):
         return super().bytes_per_page + self.page_size * self.kept.bytes_per_token
 
     def keeping_features(self, batch: PagedBatch) -> AbstractContextManager[None]:
-        """Around a forward of the model: what it computes for its tokens is kept."""
+        """A context for a forward of the model, in which the features of its tokens are kept."""
         return self.kept.keeping(batch)
 
     def _forward(self, inputs: Inputs) -> Tensor:

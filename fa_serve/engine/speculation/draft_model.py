@@ -4,14 +4,14 @@
     drafter.prepare([(sequence, 7)])                             # 7 short steps of the small model, one read at the end
     drafts = drafter.propose(sequence, 7)
 
-The draft model draws with the request's temperature, filters and random numbers, which depend on the seed and the position
-alone. So it draws what the large model draws where their distributions agree, sampled as well as greedy. Penalties and masks
-are left out of its draws. Whatever it draws changes no answer (drafts.py).
+The draft model draws with the request's temperature, filters and random numbers, which depend only on the seed and the
+position. So it draws what the large model draws where their distributions agree, with sampling as well as with greedy decoding.
+Its draws ignore penalties and masks. They never change an answer (drafts.py).
 
-It has a second `ModelRunner`, with a second cache of keys and values in pages with the same ids: a page of a sequence in
-the one cache is its page in the other. It takes in the tokens of a sequence when that sequence first drafts, CATCH_UP of all
-sequences in a step, and then those that it has not drawn itself. Pages that sequences share are written by each of them, with
-the same keys. A head (draft_head.py) is run in the same way, one position behind: a position needs the token after it. Left
+It has its own `ModelRunner`, and its own KV cache, whose pages have the same ids: a sequence has the same pages in both caches.
+It takes in the tokens of a sequence when that sequence first drafts, at most CATCH_UP tokens of all sequences in a step, and
+from then on only the tokens that it has not drawn itself. Shared pages are written by every sequence that shares them, with the
+same keys. A head (draft_head.py) is run in the same way, one position behind, because a position needs the token after it. Left
 out: which sequences draft, and how many tokens (drafts.py); pages (scheduler.py).
 """
 
@@ -39,7 +39,7 @@ class DraftCache:
 
     pages:  the sequence's own list; another list means that the sequence has lost these pages
     length: leading positions of the sequence that have been computed
-    drawn:  drafts that have been computed after them; empty for a head, which computes right ones again
+    drawn:  drafts that have been computed after them; empty for a head, which computes the right drafts again
     """
 
     pages: list[int]
@@ -59,9 +59,9 @@ class DraftCache:
 class DraftModel:
     """Owner of what the draft model's cache holds, by unfinished sequence.
 
-    runner:     of the draft model or head, with a cache of as many pages as the large model's
-    max_tokens: tokens of a step
-    max_len:    tokens of a sequence that the draft model can compute; None without a limit
+    runner:     the runner of the draft model or head, whose cache has as many pages as the large model's
+    max_tokens: the most tokens of a step
+    max_len:    the most tokens of a sequence that the draft model can compute; None: no limit
     """
 
     prepares = True
@@ -75,11 +75,11 @@ class DraftModel:
         self._failed = False
 
     def promises(self, sequence: SequenceState) -> bool:
-        """True, unless the sequence is too long for the draft model."""
+        """True, unless drafting has failed or the sequence is too long for the draft model."""
         return not self._failed and len(sequence.tokens) + 2 <= self._max_len
 
     def prepare(self, wanted: Sequence[tuple[SequenceState, int]]) -> None:
-        """Draw the drafts. A failure is logged and ends all drafting; the engine goes on without."""
+        """Draw the drafts. A failure is logged and ends all drafting; the engine goes on without drafts."""
         self._drafts = {}
         if self._failed:
             return
@@ -93,7 +93,7 @@ class DraftModel:
             self._failed = True
 
     def propose(self, sequence: SequenceState, count: int) -> list[int] | None:
-        """What was drawn; None if nothing was asked of the model for this sequence."""
+        """The drafts that the last `prepare` drew; None if it drew none for this sequence."""
         drafts = self._drafts.get(sequence)
         return None if drafts is None else drafts[:count]
 

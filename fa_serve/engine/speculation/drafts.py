@@ -6,20 +6,20 @@
     accepted = num_accepted(drafts, draws)                       # the step has computed 1 + len(drafts) draws
     speculation.record(sequence, len(drafts), accepted)
 
-A draw depends on the tokens before it, the request's seed and the position alone. A step that computes the last token and k
+A draw depends only on the tokens before it, the request's seed and the position. A step that computes the last token and k
 drafts therefore makes k + 1 draws, and a draft is right exactly if it equals the draw in its place. The draws are kept up to
-and including the first one that differs from its draft. The tokens are those that the model draws one by one; only their
-number per step changes.
+and including the first one that differs from its draft. So the tokens are the same that the model would draw one by one; only
+their number per step changes.
 
 The guesses come from a `Drafter`. `NgramDrafter` looks them up: it finds the longest recent n-gram that occurred earlier in the
 prompt or the answer, and proposes what came after it (Saxena 2023, https://github.com/apoorvumang/prompt-lookup-decoding).
 `DraftModel` (draft_model.py) draws them with a small model, or with a head on the model's hidden states (draft_head.py).
 
-Speculation turns itself off in two ways. The rows of a step, sequences times 1 + drafts, stay within MAX_ROWS, so that each
-sequence gets fewer drafts the more sequences run, and none beyond half of MAX_ROWS. A sequence whose drafts are all wrong
-drafts nothing for its next 2, 4, ... MAX_PAUSE tokens. A drafter that draws its guesses one after the other takes time for each
-of them, so it draws a few more for a sequence than were right on average in its last steps. Left out: pages and steps
-(scheduler.py), draws (sampler.py).
+Speculation turns itself off in two ways. First, the rows of a step (sequences times 1 + drafts) stay within MAX_ROWS: the more
+sequences run, the fewer drafts each gets, and there are none if more than half of MAX_ROWS run. Second, a sequence whose drafts
+are all wrong drafts nothing for its next 2, 4, ... MAX_PAUSE tokens. A drafter that draws its guesses one after the other takes
+time for each of them, so for each sequence it draws only a few more than were right on average in that sequence's last steps.
+Left out: pages and steps (scheduler.py), draws (sampler.py).
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ from typing import Protocol
 from fa_serve.engine.scheduler.sequence import SequenceState
 
 MAX_ROWS = 128
-"""Rows of a step up to which drafts are verified. Up to about so many rows, products take the time of reading the weights."""
+"""Rows of a step up to which drafts are verified. Up to about this many, products take only the time of reading the weights."""
 HELD_SHARE = 4
-"""A step waits for the results of the steps in flight if at least one of so many running sequences waits for them.
+"""A step waits for the results of the steps in flight if at least one in this many running sequences waits for them.
 
 Waiting leaves the device idle while the host prepares the step, which takes a tenth of a step that decodes few sequences.
 """
 MAX_PAUSE = 64
 """Tokens for which a sequence whose drafts were wrong many times in a row drafts nothing."""
 NEWEST_SHARE = 1 / 8
-"""What the newest step counts in the average of a sequence's right drafts; in that of all sequences, a quarter of it."""
+"""Weight of the newest step in the average of a sequence's right drafts. In the average of all sequences it has a quarter."""
 MORE_THAN_RIGHT = 1.25
-"""A drafter that takes time draws MORE_THAN_RIGHT times the average number of right drafts, and one. If each draft is right
+"""A drafter that takes time draws MORE_THAN_RIGHT times the average number of right drafts, plus one. If each draft is right
 with the same probability, from 0.3 to 0.95, and takes 1/12 of a step, that gives 0.979 or more of the tokens per second of the
 best fixed number."""
 MIN_MATCH = 3
 """Tokens of an n-gram that must have occurred before."""
 MAX_MATCH = 16
-"""Tokens up to which a longer match is better."""
+"""Tokens up to which matches are compared: a longer match is better."""
 MAX_CANDIDATES = 8
 """Earlier occurrences of an n-gram that are compared, the newest first."""
 CATCH_UP = 1024
@@ -64,7 +64,7 @@ def draft_limit(num_tokens: int, num_running: int) -> int:
 
 
 def is_worth_waiting(num_held: int, num_running: int) -> bool:
-    """Whether a step should wait for the results of the steps in flight, because so many sequences do."""
+    """Whether a step should wait for the results of the steps in flight, because enough sequences wait for them."""
     return num_held > 0 and num_held * HELD_SHARE >= num_running
 
 
@@ -73,10 +73,10 @@ class NgramIndex:
 
     def __init__(self) -> None:
         self._newest: dict[tuple[int, ...], int] = {}  # by n-gram: the position after its newest occurrence
-        self._previous = array("q")  # by position after an occurrence: that of the occurrence before, or 0
+        self._previous = array("q")  # by position after an occurrence: the position after the previous occurrence, or 0
 
     def extend(self, tokens: Sequence[int]) -> bool:
-        """Take in the tokens that are new. `tokens` is the whole sequence, which only grows. Returns whether all are in now.
+        """Take in the tokens that are new. `tokens` is the whole sequence, which only grows. Returns whether all are taken in.
 
         The last n-gram stays out, because nothing is known to follow it.
         """
@@ -130,7 +130,7 @@ class Drafter(Protocol):
     prepares: bool
 
     def promises(self, sequence: SequenceState) -> bool:
-        """Whether guesses are to be expected once the newest token is known, which is worth waiting for."""
+        """Whether guesses can be expected once the newest token is known, so that it is worth waiting for."""
 
     def prepare(self, wanted: Sequence[tuple[SequenceState, int]]) -> None:
         """The next step may verify so many drafts of these sequences, which have pages for them.
@@ -139,7 +139,7 @@ class Drafter(Protocol):
         """
 
     def propose(self, sequence: SequenceState, count: int) -> list[int] | None:
-        """At most `count` tokens that may follow the last one; None while it takes a long prompt in."""
+        """At most `count` tokens that may follow the last one; None while it is still taking in a long prompt."""
 
     def forget(self, sequence: SequenceState) -> None:
         """The sequence has ended."""
@@ -193,7 +193,7 @@ class SpeculationStats:
     """A snapshot of the counters of speculation.
 
     num_drafts:       verified drafts, one for each sequence and step
-    num_draft_tokens: their tokens
+    num_draft_tokens: tokens of these drafts
     accepted_at:      how often the first, the second, ... token of a draft was right and all before it too
     """
 
@@ -228,7 +228,7 @@ class Speculation:
         return self.num_tokens > 0 and num_running <= MAX_ROWS // 2
 
     def waits(self, sequence: SequenceState, num_running: int) -> bool:
-        """Whether a sequence whose newest token is not known yet should wait for it, because drafts are to be expected."""
+        """Whether a sequence whose newest token is not known yet should wait for it, because drafts can be expected."""
         if not self.is_on(num_running) or not sequence.num_pending or not self._may_draft(sequence):
             return False
         history = self._history(sequence)

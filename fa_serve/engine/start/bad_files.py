@@ -1,4 +1,4 @@
-"""Names the file of a model that cannot be read: the libraries that read files say how they have failed, and not on which file.
+"""Names the model file that cannot be read: the libraries that read files say how they failed, but not on which file.
 
     try: ...                                 # a library reads the files at `path`
     except Exception as error:
@@ -25,12 +25,12 @@ from safetensors import safe_open
 from fa_serve.spec import ParameterError
 
 FEW_LAYERS = 256
-"""With so many the files are not opened to count their tensors."""
+"""With this many layers or fewer, the files are not opened to count their tensors."""
 MAX_REASON = 200  # characters of another library's error
 
 
 def find_model_folder(path: str) -> Path | None:
-    """The folder of a model that is named as transformers takes it, or None if it is not on this machine."""
+    """The folder of a model, from the name or path that transformers takes; None if the model is not on this machine."""
     if Path(path).is_dir():
         return Path(path)
     try:
@@ -43,15 +43,15 @@ def name_bad_file(path: str, error: Exception) -> None:
     """Raise OSError for the first file of the model that cannot be read, if there is one."""
     folder = find_model_folder(path)
     if folder is None:
-        return  # the error is about finding it
+        return  # the error is about finding the model
     for file in sorted(folder.iterdir()):
         if reason := _unreadable(file):
             raise OSError(f"the model's file {file} cannot be read: {reason}") from error
 
 
 def name_bad_folder(path: str, error: Exception) -> None:
-    """Raise OSError for a local folder whose files can be read each, where the libraries say only how they have failed."""
-    # PyTorch has no type for a size that is negative or that no memory holds
+    """Raise OSError that names a local folder whose files can all be read, if the library's error is too general by itself."""
+    # PyTorch has no error type of its own for sizes that are negative or too large for any memory
     general = type(error) in (Exception, RuntimeError)
     if Path(path).is_dir() and (general or isinstance(error, (ArithmeticError, LookupError, TypeError, UnpicklingError))):
         reason = f"{type(error).__name__}: {str(error)[:MAX_REASON]}"
@@ -60,7 +60,7 @@ def name_bad_folder(path: str, error: Exception) -> None:
 
 
 def require_tensors_for_layers(path: str, known: Any) -> None:
-    """Raise ParameterError if a config has more layers than a local folder has tensors: making them would fill the memory."""
+    """Raise ParameterError if a config has more layers than the folder has tensors: making the layers would fill the memory."""
     layers = getattr(known.get_text_config(), "num_hidden_layers", None)
     folder = Path(path)
     files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
@@ -85,7 +85,7 @@ def require_any_file(path: str, patterns: tuple[str, ...], what: str, error: Exc
 
 
 def _unreadable(file: Path) -> str | None:
-    """Why a file of a model cannot be read, by what its name promises; or None."""
+    """Why a model file cannot be read in the format that its name promises; None if it can."""
     try:
         if file.suffix == ".safetensors":
             with safe_open(file, framework="pt"):

@@ -1,4 +1,4 @@
-"""What the files of a model say of generating: which tokens end an answer, and how tokens are chosen by default.
+"""What the files of a model say about generating: which tokens end an answer, and how tokens are chosen by default.
 
     ends = find_ends(model.generation_config, model.config, tokenizer, vocab_size)
     ends.ids                                 # frozenset({2})
@@ -6,9 +6,9 @@
     defaults = find_defaults(model.generation_config)
     defaults.params                          # SamplingParams(temperature=0.6, top_p=0.95)
 
-Three files may name the end: generation_config.json, config.json and the tokenizer's. They may disagree, most often in a model
-that was fine-tuned for chats. Left out: which generation_config.json counts (loading.py), and the end token of a chat template,
-which ends chats as well (server/chat/templates.py).
+Three files may name end tokens: generation_config.json, config.json and the tokenizer's config. They may disagree, most often
+in a model that was fine-tuned for chats. Left out: which generation_config.json is used (loading.py), and the end token of a
+chat template, which also ends chats (server/chat/templates.py).
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ NAMES = {
     "repetition_penalty": "repetition_penalty",
     "max_new_tokens": "max_tokens",
 }
-"""Fields of generation_config.json that are defaults, and their names in `SamplingParams`. vLLM takes the same ones."""
+"""Fields of generation_config.json that give defaults, and their names in `SamplingParams`. vLLM uses the same fields."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ends:
-    """ids: the tokens that end an answer. warning: what the operator should know of them, or None."""
+    """ids: the tokens that end an answer. warning: what the operator should know about them, or None."""
 
     ids: frozenset[int]
     warning: str | None = None
@@ -41,11 +41,11 @@ class Ends:
 
 @dataclass(frozen=True, slots=True)
 class Defaults:
-    """How tokens are chosen where a request does not say it.
+    """How tokens are chosen if a request does not say.
 
-    params: fa_serve's own defaults, with the values that the file names
-    given:  those values by their names in `SamplingParams`
-    refused: a sentence for each value that is not allowed, which is left out
+    params: fa_serve's own defaults, replaced by the values that the file gives
+    given:  the values from the file, by their names in `SamplingParams`
+    refused: a sentence for each value that is not allowed and is therefore left out
     """
 
     params: SamplingParams = field(default_factory=SamplingParams)
@@ -57,7 +57,7 @@ class Defaults:
 
 
 def find_defaults(generation_config: Any) -> Defaults:
-    """The defaults of a generation_config.json. As in vLLM, `do_sample` does not count: a temperature of 0 is greedy."""
+    """The defaults of a generation_config.json. As in vLLM, `do_sample` is ignored: a temperature of 0 is greedy."""
     given: dict[str, Any] = {}
     refused = []
     for name, own_name in NAMES.items():
@@ -77,11 +77,11 @@ def find_defaults(generation_config: Any) -> Defaults:
 
 
 def find_ends(generation_config: Any, model_config: Any, tokenizer: Any, vocab_size: int) -> Ends:
-    """The end tokens of the first source that names any: generation_config.json, then config.json, as `model.generate` takes
-    them, then the tokenizer.
+    """The end tokens of the first source that names any: generation_config.json, then config.json (the order of
+    `model.generate`), then the tokenizer.
 
-    A negative number, as transformers' continuous batching takes it, says that no token ends an answer, and no source behind it
-    counts.
+    As in transformers' continuous batching, a negative number says that no token ends an answer. Later sources are then not
+    consulted.
 
     tokenizer:  of transformers, or None
     vocab_size: how many logits the model has. A token beyond them is never generated, so it ends nothing
@@ -112,7 +112,7 @@ def find_ends(generation_config: Any, model_config: Any, tokenizer: Any, vocab_s
 
 
 def _token_ids(given: Any, vocab_size: int) -> list[int]:
-    """Those of an eos_token_id, a number or several, that are tokens of the model or negative."""
+    """The numbers in an eos_token_id (one number or several) that are tokens of the model, or negative."""
     ids = given if isinstance(given, Sequence) and not isinstance(given, str) else [given]
     return [token for token in ids if isinstance(token, int) and not isinstance(token, bool) and token < vocab_size]
 

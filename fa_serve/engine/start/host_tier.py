@@ -1,9 +1,10 @@
-"""Opens the host tier of an engine: its memory for pages, and for states if the model has some.
+"""Opens the host tier of an engine: its memory for pages, and for states if the model has any.
 
     tier = open_host_tier(config, runner, pages, states, files)         # None without `kv_host_memory`
 
-The budget is divided as the memory of the device is: as many states for each page. The files of `kv_host_folder` are opened
-before the tables, whose hashes are keyed with the folder's secret. Left out: what is copied when (cache/host_tier.py).
+The budget is divided in the same proportion as the device's memory: as many states for each page. The files of `kv_host_folder`
+are opened before the tables are made, because the hashes in the tables are keyed with the folder's secret. Left out: what is
+copied, and when (cache/host_tier.py).
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ from fa_serve.spec import ParameterError
 log = logging.getLogger("fa_serve.engine")
 
 STEPS_AHEAD = 2
-"""Pages are copied before they are evicted: as many as so many of the largest steps and the longest prompt take."""
+"""Pages are copied before they are evicted: as many pages as this many of the largest steps and the longest prompt take."""
 SHARE_AHEAD = 4
-"""A part of the host's memory, one in so many, may hold copies of what the device still has."""
+"""One part in SHARE_AHEAD of the tier's memory may hold copies of items that the device still has."""
 
 
 def open_folder_files(config: EngineConfig, runner: ModelRunner) -> FolderFiles | None:
-    """The files of a runner whose cache is allocated; None without a folder. Raises ParameterError if it cannot be used."""
+    """The files for a runner whose cache is allocated; None without a folder. Raises ParameterError if it is not usable."""
     if config.kv_host_folder is None:
         return None
     about = cache_facts(config, runner.model, _page_tensors(runner), _state_tensors(runner))
@@ -54,7 +55,7 @@ def open_host_tier(
     states: StateTable | None,
     files: FolderFiles | None = None,
 ) -> HostTier | None:
-    """The tier of a runner whose cache is allocated; None without one, or if there is no memory for its buffers.
+    """The tier of a runner whose cache is allocated; None without `kv_host_memory`, or if the GPU has no room for its buffers.
 
     Raises ParameterError for a model whose cache cannot be copied.
     """
@@ -91,9 +92,9 @@ def open_host_tier(
 
 
 def look_ahead(wanted: int, num_items: int, num_slots: int) -> int:
-    """How many of the items that are handed out next have copies ahead of time.
+    """How many of the items that are evicted next should have copies ahead of time.
 
-    Copies of what the device still has take room from copies of what it has not, so they get a part of a small memory only.
+    Copies of items that the device still has take room from copies of evicted items, so they get only a part of a small memory.
     """
     return min(wanted, num_items, max(num_slots // SHARE_AHEAD, 1))
 
@@ -108,7 +109,7 @@ def _state_tensors(runner: ModelRunner) -> list[Tensor]:
 
 
 def _shares(num_bytes: int, pages: Sequence[Tensor], states: Sequence[Tensor]) -> tuple[int, int]:
-    """What pages and states get of the host's memory: in proportion to the device's."""
+    """The bytes of host memory for pages and for states, in the same proportion as on the device."""
     of_pages = sum(x.nbytes for x in pages)
     of_states = sum(x.nbytes for x in states)
     share = num_bytes * of_pages // (of_pages + of_states)

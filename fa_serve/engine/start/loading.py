@@ -1,4 +1,4 @@
-"""Loads what the engine needs from disk, tokenizer and model, and decides how large the cache and the sequences may be.
+"""Loads the tokenizer and the model from disk, and decides how large the KV cache and the sequences may be.
 
     loaded = load(config, ranks, clock)
     loaded.runner, loaded.scheduler, loaded.tokenizer, loaded.config         # the config holds no "auto" any more
@@ -76,13 +76,13 @@ log = logging.getLogger("fa_serve.engine")
 class Loaded:
     """What an engine runs with.
 
-    runner:    with the model and the KV cache
-    scheduler: of the pages of this cache, with nothing to do
-    config:    without "auto", and without None that the engine decides
-    max_model_len: tokens of a sequence
+    runner:    has the model and the KV cache
+    scheduler: has the pages of this cache, and no requests
+    config:    the settings; every "auto" and every None that the engine decides has been replaced
+    max_model_len: maximum number of tokens of a sequence
     eos_ids: the tokens that end an answer
-    default_params: of requests that give none
-    summary: what else has been decided, for people
+    default_params: parameters of requests that give none
+    summary: other decisions, for people to read
     """
 
     runner: ModelRunner
@@ -100,7 +100,7 @@ def load(
 ) -> Loaded:
     """Load the model, unless it is given, fuse its layers, allocate the KV cache and capture the first graph.
 
-    clock: is told of each phase. Raises what `Engine` raises
+    clock: reports each phase. Raises what `Engine` raises
     """
     if model is None:
         config = settle_names(config, ranks)
@@ -157,7 +157,7 @@ def load(
 
 
 def summarise(runner: ModelRunner, config: EngineConfig, *, graphs: bool) -> EngineSummary:
-    """What has been decided beside the config. config: with num_pages; graphs: whether steps replay CUDA graphs"""
+    """Decisions that the config does not hold. config: must have num_pages; graphs: whether steps replay CUDA graphs"""
     assert config.num_pages is not None
     states = 0 if config.num_states is None else config.num_states * runner.state_memory.bytes_per_state
     return EngineSummary(
@@ -171,16 +171,16 @@ def summarise(runner: ModelRunner, config: EngineConfig, *, graphs: bool) -> Eng
 
 
 def device_name(device: torch.device) -> str:
-    """The name that the driver gives a GPU; of a CPU, how many threads compute."""
+    """The driver's name of a GPU; for a CPU, how many threads compute."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{torch.get_num_threads()} threads"
 
 
 def check_drafter(config: EngineConfig, tokenizer: Any) -> None:
-    """Raise ParameterError for a draft model or a head that is not there, and for a draft model with another vocabulary.
+    """Raise ParameterError for a draft model or head that does not exist, and for a draft model with another vocabulary.
 
-    tokenizer: of the model, or None
+    tokenizer: the model's tokenizer, or None
     """
     name = config.draft_model or config.draft_head
     if name is None:
@@ -201,9 +201,9 @@ def _config_of_draft(config: EngineConfig, name: str) -> EngineConfig:
 
 
 def load_draft(config: EngineConfig, model: PreTrainedModel, clock: PhaseClock, on_graph_error: OnError) -> ModelRunner | None:
-    """The runner of the draft model or the head that the settings name; None without one. on_graph_error: as in `ModelRunner`
+    """The runner of the draft model or head that the settings name; None if they name none. on_graph_error: as in `ModelRunner`
 
-    Raises ParameterError for a model whose logits are for other tokens, and what loading a model raises.
+    Raises ParameterError for a draft model with another number of logits, and what loading a model raises.
     """
     if config.draft_head is not None:
         head = load_head_runner(config, model, on_graph_error)
@@ -227,9 +227,9 @@ def load_draft(config: EngineConfig, model: PreTrainedModel, clock: PhaseClock, 
 
 
 def check_embeddings(model: PreTrainedModel, num_ranks: int = 1) -> None:
-    """Raise UnsupportedModelError for a model that could write a token which it cannot read in the next step.
+    """Raise UnsupportedModelError for a model that could generate a token for which it has no input embedding.
 
-    num_ranks: that a vocabulary may be divided among, which is done only where there are as many embeddings as logits
+    num_ranks: ranks that the vocabulary may be divided among; it is divided only if there are as many embeddings as logits
     """
     rows = getattr(model.get_input_embeddings(), "num_embeddings", None)
     logits = vocab_size(model)
@@ -243,7 +243,7 @@ def check_embeddings(model: PreTrainedModel, num_ranks: int = 1) -> None:
 def make_scheduler(config: EngineConfig, runner: ModelRunner, salt: bytes) -> Scheduler:
     """A scheduler for the pages and states of a runner.
 
-    config: with num_pages and num_states; salt: of the prefix cache, the same on all ranks
+    config: must have num_pages, and num_states for a model with states; salt: of the prefix cache, the same on all ranks
     """
     assert config.num_pages is not None
     drafter: Drafter = NgramDrafter()
@@ -272,9 +272,9 @@ def make_scheduler(config: EngineConfig, runner: ModelRunner, salt: bytes) -> Sc
 
 
 def load_generation_config(setting: str | Path) -> GenerationConfig | None:
-    """The generation_config.json in a folder; None if the model's counts. setting: `EngineConfig.generation_config`
+    """The generation_config.json in the folder that the setting names; None if it names none.
 
-    Raises ParameterError for a folder without a file that can be read.
+    setting: `EngineConfig.generation_config`. Raises ParameterError if the file does not exist or cannot be read.
     """
     if setting in ("auto", "none"):
         return None
@@ -288,7 +288,7 @@ def load_generation_config(setting: str | Path) -> GenerationConfig | None:
 
 
 def _require_length(config: EngineConfig) -> None:
-    """Raise ParameterError for a length that the model's config does not allow. What is wrong with the config, loading says."""
+    """Raise ParameterError for a length that the model's config does not allow. Errors in the config are left to loading."""
     if config.max_model_len is None:
         return
     try:
@@ -318,13 +318,13 @@ def load_tokenizer(config: EngineConfig) -> Any:
 
 
 def load_model(config: EngineConfig, ranks: Ranks | None = None) -> PreTrainedModel:
-    """The model on its device, with fa_serve as its attention; of several ranks, this rank's part of it.
+    """The model on its device, with fa_serve as its attention; with several ranks, this rank's part of the model.
 
     ranks: None for a model that is not divided
 
     Raises what transformers raises, ParameterError for a format of weights that fa_serve does not know or for a tensor that is
-    missing or has a wrong shape, or OSError that names a file that cannot be read: the readers of weights do not say which
-    file they were reading. Raises UnsupportedModelError for a model that cannot be divided.
+    missing or has a wrong shape, or OSError that names a file that cannot be read, because libraries that read weights do not
+    name the file. Raises UnsupportedModelError for a model that cannot be divided.
     """
     path = config.model_path()
     ranks = ranks or Alone(torch.device(config.resolve_device()))
@@ -344,11 +344,11 @@ def load_model(config: EngineConfig, ranks: Ranks | None = None) -> PreTrainedMo
                     device_map=None if device is None else {"": device},
                     trust_remote_code=config.trust_remote_code,
                     output_loading_info=True,
-                    ignore_mismatched_sizes=True,  # `finish` refuses them with a sentence
+                    ignore_mismatched_sizes=True,  # `check_report` refuses them with a clear message
                 ),
             )
         except ParameterError:
-            raise  # the files can be read, but not be used
+            raise  # the files can be read but not used
         except Exception as error:
             name_bad_file(path, error)
             if isinstance(error, OSError):
@@ -366,7 +366,7 @@ def load_model(config: EngineConfig, ranks: Ranks | None = None) -> PreTrainedMo
 
 
 def _auto_class_of(known: PreTrainedConfig) -> Any:
-    """The class that loads a model of this config. One that transformers does not map brings its code along, or is refused."""
+    """The class that loads a model with this config. A model unknown to transformers must bring its code, or is refused."""
     try:
         return auto_class(known)
     except UnsupportedModelError:
@@ -376,17 +376,17 @@ def _auto_class_of(known: PreTrainedConfig) -> Any:
 
 
 def _device_while_loading(config: EngineConfig, ranks: Ranks) -> torch.device | None:
-    """Where weights are put as they are read. None for the CPU, on which models are divided and floats are rounded to float8.
+    """The device that weights are read to. None for the CPU, on which models are divided and floats are rounded to float8.
 
-    The matrices of experts, which most checkpoints keep apart, are stacked there: on the CPU that takes memory that is touched
-    for the first time, which is several times slower than copying the weights to the GPU.
+    Most checkpoints keep the matrices of experts separately, and loading stacks them on this device. On the CPU that writes to
+    memory which is touched for the first time, and is several times slower than copying the weights to the GPU.
     """
     made_smaller = config.quantization is not None or ranks.all_reduce is not None
     return None if made_smaller or ranks.device.type == "cpu" else ranks.device
 
 
 def _reading_ahead(path: str, ranks: Ranks) -> AbstractContextManager[None]:
-    """Only the first rank of a machine reads ahead, for all of them, and only what has been downloaded."""
+    """Only the first rank of a machine reads ahead, for all ranks of the machine, and only files that have been downloaded."""
     folder = find_model_folder(path)
     return nullcontext() if folder is None or ranks.local_rank else reading_ahead(folder)
 
@@ -400,7 +400,7 @@ class Sizes(NamedTuple):
 
 
 def sizes(config: EngineConfig, runner: ModelRunner, ranks: Ranks) -> Sizes:
-    """What the settings, the model and the memory come to. Every rank takes the least of all.
+    """The sizes that the settings, the model and the memory allow. All ranks use the smallest values of any rank.
 
     Raises ParameterError if the settings ask for more than the model or the cache can hold.
     """
@@ -424,7 +424,7 @@ def sizes(config: EngineConfig, runner: ModelRunner, ranks: Ranks) -> Sizes:
     num_pages = min(ranks.gather(config.num_pages or fitting[0]))
     num_states = config.num_states
     if num_states is None and runner.state_memory:
-        # a device has room for more states than a few pages that were asked for have use for
+        # if only a few pages were asked for, the device has room for more states than these pages can use
         num_states = min(ranks.gather(min(fitting[1], runner.state_memory.enough_states(num_pages))))
     capacity = num_pages * config.page_size
     if config.max_model_len is not None and length > capacity:
@@ -434,6 +434,6 @@ def sizes(config: EngineConfig, runner: ModelRunner, ranks: Ranks) -> Sizes:
 
 
 def position_limit(model: PreTrainedModel) -> int | None:
-    """The number of positions that the model was made for, or that the engine computes right; None if its config says none."""
+    """Up to how many positions the model was made for and is computed correctly; None if neither limit is known."""
     limits = (getattr(model.config.get_text_config(), "max_position_embeddings", None), length_limit(model))
     return min((limit for limit in limits if limit is not None), default=None)

@@ -1,9 +1,9 @@
-"""What settings name, found before weights are read: the commit of a revision, and adapters that can be read.
+"""Checks the names in the settings before weights are read: finds the commit of a revision, and reads adapters' files.
 
-    config = settle_names(config, ranks)     # raises for what is not there
+    config = settle_names(config, ranks)     # raises for a name of something that does not exist
 
-Reading the weights of a large model takes minutes, so a wrong name is told before. Left out: whether an adapter fits the model
-(fa_serve.hf.lora.memory), and what the model's own files say (loading.py).
+Reading the weights of a large model takes minutes, so a wrong name is reported before that. Left out: whether an adapter fits
+the model (fa_serve.hf.lora.memory), and what the model's own files say (loading.py).
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from fa_serve.spec import ParameterError
 
 
 def settle_names(config: EngineConfig, ranks: Ranks) -> EngineConfig:
-    """The config with the commit for its revision, the same on all ranks.
+    """The config with a commit as its revision, the same on all ranks.
 
-    Raises ParameterError for a setting that names what is not there, or an adapter that cannot be computed, and OSError for a
-    revision that cannot be had and for files that cannot be read.
+    Raises ParameterError for a setting that names something that does not exist, or an adapter that fa_serve cannot compute,
+    and OSError for a revision that cannot be found or downloaded and for files that cannot be read.
     """
     config.require_files()
     if config.revision is not None:

@@ -1,13 +1,13 @@
-"""Weights that come while an engine runs, as `Engine.update_weights` takes them: (name, tensor), one at a time.
+"""Sources of new weights for a running engine, as `Engine.update_weights` takes them: (name, tensor), one at a time.
 
     engine.update_weights(from_folder(model, "/checkpoints/step-100"))
     engine.update_weights(from_shared_memory(model, "trainer-weights", tensors))
     engine.update_weights(from_group(model, group, announced))
 
 A folder holds a checkpoint as `save_pretrained` writes it. Shared memory is a segment of this machine, as Python's
-`SharedMemory` makes it, with the numbers of all tensors, and a list says where each is. Through a group of torch.distributed a
-trainer broadcasts what it has announced. Nothing is unpickled. Left out: the memory of another process's GPU (CUDA IPC), and
-how the group is made (fa_serve.engine.rollout.weight_group).
+`SharedMemory` makes it. It holds the numbers of all tensors, and a list says where each tensor is. In a group of
+torch.distributed, a trainer broadcasts the tensors that it has announced. Nothing is unpickled. Left out: memory on the GPU of
+another process (CUDA IPC), and how the group is made (fa_serve.engine.rollout.weight_group).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from fa_serve.hf.adapter.composites import auto_class
 from fa_serve.spec import ParameterError
 
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
-"""What numbers in shared memory may be."""
+"""The dtypes of weights that come through shared memory or a group."""
 SEGMENTS = Path("/dev/shm")
 """Where Linux keeps segments of shared memory."""
 
@@ -40,7 +40,7 @@ SEGMENTS = Path("/dev/shm")
 class SharedTensor:
     """Where a tensor is in shared memory.
 
-    name:   of the parameter; dtype: one of DTYPES; offset: of its first byte; it is contiguous
+    name:   the parameter's name; dtype: one of DTYPES; offset: first byte of the tensor, which is contiguous
     """
 
     name: str
@@ -55,7 +55,7 @@ class SharedTensor:
 
 @dataclass(frozen=True, slots=True)
 class AnnouncedTensor:
-    """What a trainer will broadcast. name: of the parameter; dtype: one of DTYPES, and the parameter's"""
+    """A tensor that a trainer will broadcast. name: the parameter's name; dtype: the parameter's, one of DTYPES"""
 
     name: str
     dtype: str
@@ -65,14 +65,14 @@ class AnnouncedTensor:
 def from_folder(model: PreTrainedModel, folder: str | Path) -> Iterator[tuple[str, Tensor]]:
     """The weights of a checkpoint under the names that the model has for them.
 
-    Files whose names are those of the model are read one tensor at a time. Others are loaded as a second model on the host, by
-    transformers, which knows how names and shapes are converted.
+    If the files use only names of the model, they are read one tensor at a time. Otherwise transformers, which knows how names
+    and shapes are converted, loads them as a second model in host memory.
 
-    Before the first weight is given, raises ParameterError for a folder without safetensors or with broken ones, for weights
-    that the model does not have, and for a checkpoint that transformers cannot load, or of which it finds weights missing.
+    Raises ParameterError, before it yields the first weight, for a folder without safetensors or with broken ones, for weights
+    that the model does not have, and for a checkpoint that transformers cannot load or that lacks weights.
     """
     files = _files_of(Path(folder))
-    saved = model.state_dict().keys()  # parameters, and buffers that a checkpoint has, such as biases of routers
+    saved = model.state_dict().keys()  # parameters, and buffers that checkpoints contain, such as biases of routers
     known = {name: x for name, x in known_weights(model).items() if name in saved}
     shapes: dict[str, list[int]] = {}
     for file in files:
@@ -97,7 +97,7 @@ def from_folder(model: PreTrainedModel, folder: str | Path) -> Iterator[tuple[st
 
 
 def _files_of(folder: Path) -> list[Path]:
-    """The safetensors that transformers would read, or all of them where they have other names."""
+    """The safetensors files that transformers would read; all safetensors files of the folder if they have other names."""
     whole = folder / "model.safetensors"
     index = folder / "model.safetensors.index.json"
     if whole.is_file():
@@ -109,7 +109,7 @@ def _files_of(folder: Path) -> list[Path]:
         return files
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:  # no JSON, or not of this form
+    except (ValueError, KeyError, TypeError, AttributeError) as error:  # not JSON, or not of this form
         rule = f"have a {index.name} whose weight_map names the file of each weight"
         raise ParameterError("weight_dir", rule, f"{type(error).__name__}: {str(error)[:128]}") from error
     missing = [name for name in names if not (folder / name).is_file()]
@@ -119,8 +119,8 @@ def _files_of(folder: Path) -> list[Path]:
 
 
 def _loaded(model: PreTrainedModel, folder: str | Path) -> Any:
-    """The checkpoint as a model on the host, with its towers if it has any. Raises ParameterError if it is one of another
-    model, or lacks weights, which would be random numbers."""
+    """The checkpoint as a model in host memory, with its towers if it has any. Raises ParameterError for a checkpoint of
+    another model, and for one that lacks weights, because transformers fills these with random numbers."""
     try:
         auto = auto_class(AutoConfig.from_pretrained(str(folder)))
         loaded, told = auto.from_pretrained(str(folder), dtype=model.dtype, output_loading_info=True)
@@ -136,14 +136,14 @@ def _loaded(model: PreTrainedModel, folder: str | Path) -> Any:
 
 
 def from_shared_memory(model: PreTrainedModel, segment: str, tensors: Sequence[SharedTensor]) -> Iterator[tuple[str, Tensor]]:
-    """The weights in a segment of shared memory, which stays its creator's.
+    """The weights in a segment of shared memory. The segment still belongs to its creator.
 
-    Raises ParameterError for a segment that does not exist, for an unknown dtype, for a tensor that reaches out of it, and for
-    a name or a shape that the model does not have: before the first weight is given.
+    Raises ParameterError, before it yields the first weight, for a segment that does not exist, for an unknown dtype, for a
+    tensor that is not within the segment, and for a name or a shape that the model does not have.
     """
     known = known_weights(model)
     file = SEGMENTS / segment
-    # not by `SharedMemory`, whose tracker would remove the segment at the end of this process
+    # not with `SharedMemory`, whose resource tracker would remove the segment at the end of this process
     if file.parent != SEGMENTS or not file.is_file():
         raise ParameterError("shared_memory", f"be the name of a segment of this machine, in {SEGMENTS}", segment)
     with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as memory:
@@ -165,7 +165,7 @@ def from_shared_memory(model: PreTrainedModel, segment: str, tensors: Sequence[S
 def check_announced(model: PreTrainedModel, tensors: Sequence[AnnouncedTensor]) -> None:
     """Raise ParameterError for a name, a shape or a dtype that the model does not have.
 
-    A tensor of another dtype would be rounded where nobody knows, after more bytes than needed had travelled.
+    A tensor of another dtype would be rounded without anybody noticing, after more bytes than necessary had been sent.
     """
     known = known_weights(model)
     for each in tensors:
@@ -185,7 +185,7 @@ def from_group(
     """The weights that a trainer broadcasts, in the order in which it has announced them.
 
     Raises ParameterError as `check_announced` does, before anything is received, and WeightTransferError when the trainer has
-    left the group or is late. A dry run raises DryRunEnded where the other one would begin to receive.
+    left the group or is late. A dry run raises DryRunEnded where a real run would begin to receive.
     """
     check_announced(model, tensors)
     if dry_run:

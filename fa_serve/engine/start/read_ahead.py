@@ -1,12 +1,12 @@
-"""Reads the files of weights into the system's cache of files while a model is loaded.
+"""Reads a model's weight files into the operating system's file cache while the model is loaded.
 
     with reading_ahead(folder):
         model = AutoModelForCausalLM.from_pretrained(folder)     # maps the files
         model.to(device)                                         # touches their pages
 
 A mapped file is read when its pages are touched, a little at a time and by the one thread that copies weights to the device. On
-a virtual disk and two cores this gives 0.4 GB/s, and 1.2 GB/s if threads ask for the pages before. Asking for pages that are
-cached already costs 20 ms for a GB. Left out: which of the weights a rank needs; the first rank of a machine asks for all.
+a virtual disk and two cores this gives 0.4 GB/s, and 1.2 GB/s if threads request the pages in advance. Requesting pages that
+are already cached costs 20 ms per GB. Left out: which weights a rank needs; the first rank of a machine requests all of them.
 Source: posix_fadvise(2).
 """
 
@@ -22,19 +22,20 @@ from pathlib import Path
 from fa_serve.engine.cache.tensors import reclaimable_memory
 
 BLOCK_BYTES = 256 << 10
-"""Bytes that one call asks for. Linux ignores what exceeds the largest request of a disk, which is rarely less."""
+"""Bytes that one call requests. Linux ignores what exceeds the disk's largest request, which is rarely smaller than this."""
 BLOCKS_AT_A_TIME = 32
-"""Blocks that a thread takes. Threads take them in the order of the files, which is that of the layers."""
+"""Blocks that a thread takes at a time. Threads take them in the order of the files, which is the order of the layers."""
 THREADS = 4
 
 
 @contextmanager
 def reading_ahead(folder: Path) -> Iterator[None]:
-    """Inside, threads ask the system for the files of weights of the model in this folder. At the end all has been asked for.
+    """Inside this context, threads request the weight files of the model in this folder. All bytes have been requested when it
+    ends without an error.
 
-    On a CPU, whose weights stay mapped, the first requests find them in memory, too. Nothing happens if the files are larger
-    than the memory that is available, because pages would be dropped before they are used, nor where the system has no
-    posix_fadvise. A file that cannot be opened is left to the loader, which says so.
+    On a CPU, weights stay mapped, so the first requests to the engine find them in memory too. Nothing happens if the files are
+    larger than the available memory, because pages would be dropped before they are used, or if the system has no
+    posix_fadvise. A file that cannot be opened is left to the loader, which reports it.
     """
     files = weight_files(folder)
     sizes = [file.stat().st_size for file in files]
@@ -69,11 +70,11 @@ def reading_ahead(folder: Path) -> Iterator[None]:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files in the format of safetensors that transformers loads from this folder, in the order of their names."""
+    """The safetensors files that transformers loads from this folder, in the order of their names."""
     index = folder / "model.safetensors.index.json"
     names = {"model.safetensors"}
     if index.is_file():
-        with suppress(ValueError, KeyError, AttributeError, TypeError, OSError):  # the loader says what is wrong with it
+        with suppress(ValueError, KeyError, AttributeError, TypeError, OSError):  # the loader reports what is wrong with it
             found = json.loads(index.read_bytes())["weight_map"].values()
             names = {name for name in found if isinstance(name, str)}
     return [folder / name for name in sorted(names) if (folder / name).is_file()]

@@ -3,11 +3,12 @@
     loaded = start_up(config, ranks, on_phase, ahead=True)
     loaded.runner.launch(batch)
 
-With `ahead`, everything that a step may need exists when this returns: all steps of the warm-up plan run once (warm_up.py),
-while threads and processes compile the kernels that they launch, and CUDA graphs are captured for a few seconds. The other
-graphs are captured when there is no request (`ModelRunner.prepare_one`). Without `ahead`, as in offline use, steps compile and
-capture what they need. With several ranks, each rank first compiles alone, with sums that return its own part. Then all ranks
-run one step of each size together, which compiles the kernels of the sums. Left out: how models are loaded (loading.py).
+With `ahead`, all kernels that a step may need exist when this returns: all steps of the warm-up plan run once (warm_up.py),
+while threads and processes compile the kernels that they launch. Then CUDA graphs are captured for a few seconds; the other
+graphs are captured while there is no request (`ModelRunner.prepare_one`). Without `ahead`, as in offline use, steps compile and
+capture what they need. With several ranks, each rank first compiles by itself, with all-reduces that return the rank's own
+part. Then all ranks run one step of each size together, which compiles the all-reduce kernels. Left out: how models are loaded
+(loading.py).
 """
 
 from __future__ import annotations
@@ -38,16 +39,16 @@ from fa_serve.launching.compilations import Compilers, num_compilations, run_com
 log = logging.getLogger("fa_serve.engine")
 
 MAX_COMPILERS = 16
-"""Threads that compile kernels, each with a process, which takes some tens of megabytes while the engine starts."""
+"""Maximum number of threads that compile kernels. Each has a process, which takes tens of megabytes while the engine starts."""
 BUSY_CORES = 2
-"""Cores that load and run the model meanwhile, and answer HTTP."""
+"""Cores left for loading and running the model meanwhile, and for answering HTTP."""
 WARM_UP_SECONDS = 120.0
-"""How long the start waits for kernels. Those that are not compiled by then are compiled when a request needs them."""
+"""How long the start-up waits for kernels. Kernels that are not compiled by then are compiled when a request needs them."""
 CAPTURE_SECONDS = 5.0
 """How long graphs are captured before the engine is ready. The most useful ones come first."""
 
 SILENT = PhaseClock(None)
-"""Tells nobody of progress."""
+"""A clock that does not report progress."""
 
 
 def start_up(
@@ -59,10 +60,10 @@ def start_up(
     *,
     ahead: bool = False,
 ) -> Loaded:
-    """Load the model unless it is given, and make room for its cache. Raises as `Engine` does.
+    """Load the model unless it is given, and allocate its cache. Raises as `Engine` does.
 
-    on_phase: called with each phase; without it, phases are logged
-    ahead: compile and capture ahead of requests, so that none of them waits for it; other ranks do what rank 0 does
+    on_phase: called with each phase; None logs the phases
+    ahead: compile and capture before the first request, so that no request waits for it. All ranks use the value of rank 0
     """
     clock = PhaseClock(on_phase)
     ahead = ranks.broadcast("ahead", lambda: ahead)
@@ -80,7 +81,7 @@ def _prepare(loaded: Loaded, config: EngineConfig, ranks: Ranks, clock: PhaseClo
     """Compile and capture ahead of requests."""
     runner = loaded.runner
     try:
-        # threads end their compilations in another order on each rank, so here no sum may wait for the others
+        # compilations end in a different order on each rank, so all-reduces must not wait for other ranks here
         with nullcontext() if ranks.all_reduce is None else ranks.all_reduce.paused():
             process = None
             if isinstance(runner.images, ImageEncoder):
@@ -93,17 +94,17 @@ def _prepare(loaded: Loaded, config: EngineConfig, ranks: Ranks, clock: PhaseClo
         clock.end("kernels", f"{found} from the cache, {compiled} compiled")
         clock.end("captures", capture_ahead(runner, ranks, clock))
     except BaseException:
-        runner.close()  # the ranks cannot part while there are graphs
+        runner.close()  # ranks cannot be closed while graphs exist
         raise
 
 
 def num_compilers(ranks: Ranks) -> int:
-    """Threads that compile kernels on this rank. All ranks do so at the same time, and may share a machine."""
+    """How many threads compile kernels on this rank. All ranks compile at the same time, and may share a machine."""
     return max(1, min(MAX_COMPILERS, (num_cores() - BUSY_CORES) // ranks.size))
 
 
 def num_cores(cpu_max: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
-    """Cores that this process may use, as the scheduler and the limit of a container say (cgroup v2: microseconds, period)."""
+    """Cores that this process may use, by its CPU affinity and its container's limit (cgroup v2: quota and period)."""
     cores = len(os.sched_getaffinity(0))
     with suppress(OSError, ValueError):
         quota, period = cpu_max.read_text().split()
@@ -112,7 +113,7 @@ def num_cores(cpu_max: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
 
 
 def warm_up_sums(runner: ModelRunner, config: EngineConfig, max_model_len: int) -> None:
-    """Run a step of each number of tokens in the warm-up plan, on all ranks together. Raises what a step raises."""
+    """Run one step for each number of tokens in the warm-up plan, on all ranks together. Raises what a step raises."""
     steps = empty_steps(max_num_seqs=config.max_num_seqs, max_tokens=config.max_num_batched_tokens, max_keys=max_model_len)
     with few_layers(runner.model):
         for step in {step.num_tokens: step for step in steps}.values():
@@ -129,9 +130,9 @@ def warm_up(
     clock: PhaseClock = SILENT,
     process: Process | None = None,
 ) -> None:
-    """Run the warm-up plan of the model, of its draft model and of its towers, whose progress the clock is told.
+    """Run the warm-up plan of the model, its draft model and its towers. The clock reports the progress.
 
-    process: see `find_process`; without it, the towers are left out
+    process: see `find_process`; None leaves out the towers
 
     Steps that fail are left out, and the first failure is logged: requests then compile what they need. Raises
     torch.AcceleratorError if the device is lost.
@@ -150,7 +151,7 @@ def warm_up(
             calls += [partial(encoder.warm_up, images) for images in tower_calls(encoder.reader, process, max_model_len)]
         progress = partial(clock.progress, "kernels", unit="steps")
         errors = run_compiled(calls, compilers, WARM_UP_SECONDS, progress)
-        if isinstance(encoder, ImageEncoder) and encoder.has_blocks:  # which an image has told
+        if isinstance(encoder, ImageEncoder) and encoder.has_blocks:  # known once an image has been encoded
             steps = two_way_steps(config.max_num_batched_tokens, max_model_len)
             later = [partial(runner.run_warm_up, step) for step in steps]
             errors += run_compiled(later, compilers, WARM_UP_SECONDS, progress)
@@ -167,7 +168,7 @@ def warm_up(
 
 
 def capture_ahead(runner: ModelRunner, ranks: Ranks, clock: PhaseClock = SILENT, seconds: float = CAPTURE_SECONDS) -> str:
-    """Capture graphs for so many seconds, by the time of rank 0. Returns what was captured, for the report."""
+    """Capture graphs for this many seconds, by rank 0's clock. Returns what was captured, for the report."""
     limit = time.monotonic() + seconds
     complete = False
     while not complete and ranks.broadcast("captures", lambda: time.monotonic() < limit):

@@ -1,14 +1,14 @@
-"""What the towers of a model compute before the first request: pictures of noise, in the sizes that lead to other kernels.
+"""What a model's towers encode before the first request: pictures of noise, in sizes that need different kernels.
 
-    process = find_process(config, model)    # None where the model's processor cannot be loaded
+    process = find_process(config, vocab_size, max_model_len)        # None if the model's processor cannot be loaded
     for images in tower_calls(reader, process, max_tokens=4096):
-        encoder.warm_up(images)              # through the towers at once
+        encoder.warm_up(images)              # encodes these images together
 
-The model's own processor makes the inputs, because it knows the sizes that the towers are given. Attention chooses its tiles by
-the longest picture, which nearly always changes at powers of two, so each picture has about twice as many pixels as the one
-before. Strips, by turns wide and tall, have other windows and other tiles than squares. Then pictures go through the towers
-together: small ones, a small one and a large one, and many. Noise, because the encoder finds out by different pictures how
-inputs are joined.
+The model's own processor makes the inputs, because it decides which sizes the towers are given. Attention chooses its tiles by
+the longest picture, and the choice nearly always changes at a power of two, so each picture has about twice as many pixels as
+the one before. Strips, alternately wide and tall, have other windows and other tiles than squares. Then pictures are encoded
+together: two small ones, two small ones with a large one, and many. The pictures are noise so that they differ: from different
+pictures the encoder finds out how inputs are joined.
 
 Left out: prompts with images (warm_up.py), and pictures that the towers cannot compute together with others.
 """
@@ -32,18 +32,18 @@ from fa_serve.spec import ParameterError
 log = logging.getLogger("fa_serve.engine")
 
 SIDES = (16, 1024)
-"""Pixels of the smallest and of the largest square, which the processor brings to sizes that it allows. Attention to more than
-the patches of the largest one has no other tiles, and a processor takes seconds for pictures of 12 million pixels."""
+"""Sides of the smallest and the largest square, in pixels; the processor resizes them to sizes that it allows. Attention uses
+no other tiles for more patches than the largest one has, and a processor takes seconds for pictures of 12 million pixels."""
 STRIP = 8
 """How much longer than wide a strip is. Processors refuse pictures that are much longer."""
 
 Inputs = Mapping[str, Tensor]
 Process = Callable[[Any], Inputs]
-"""Makes the towers' inputs of a picture: (height, width, 3) uint8."""
+"""Makes the towers' inputs from a picture: (height, width, 3) uint8."""
 
 
 def find_process(config: EngineConfig, vocab_size: int, max_model_len: int) -> Process | None:
-    """What the model's processor makes of a picture, or None, and the log says why not."""
+    """A function that makes inputs from a picture with the model's processor. None if it cannot be loaded; the log says why."""
     try:
         if config.model is None:
             raise ParameterError("model", "be given, so that its processor can be loaded", None)
@@ -56,7 +56,10 @@ def find_process(config: EngineConfig, vocab_size: int, max_model_len: int) -> P
 
 
 def tower_calls(reader: ImageReader, process: Process, max_tokens: int) -> Iterator[list[Inputs]]:
-    """The inputs of images, call by call, the smallest call first. max_tokens: embeddings of one image"""
+    """The inputs of each call to the towers: single images, the smallest first, then several images together.
+
+    max_tokens: maximum number of embeddings of one image
+    """
     most = min(max_tokens, MAX_IMAGE_TOKENS)
     images = [x for x in _images(process, reader) if reader.num_tokens(x) <= most]
     if not images:
@@ -64,7 +67,7 @@ def tower_calls(reader: ImageReader, process: Process, max_tokens: int) -> Itera
     yield from ([image] for image in images)
     smallest = images[0]
     largest = max(images, key=reader.num_tokens)
-    # as many as go through the towers together; the first two differ
+    # two images that differ; below, they are repeated up to the number that is encoded together
     many = [smallest, *_images_of(process, (SIDES[0], SIDES[0]), seed=1)]
     yield many
     yield [largest, *many]
@@ -89,7 +92,7 @@ def _images(process: Process, reader: ImageReader) -> list[Inputs]:
 
 
 def _images_of(process: Process, size: tuple[int, int], seed: int = 0) -> Iterator[Inputs]:
-    """One picture of noise, if the processor takes it. size: width and height"""
+    """The inputs of one picture of noise, if the processor accepts it. size: width and height"""
     width, height = size
     values = np.random.default_rng(seed).integers(0, 255, (height, width, 3), dtype=np.uint8)
     try:
@@ -99,5 +102,5 @@ def _images_of(process: Process, size: tuple[int, int], seed: int = 0) -> Iterat
 
 
 def _form(inputs: Inputs) -> tuple[Any, ...]:
-    """What pictures of one size have in common: the shapes of the inputs, and the values of those that are few."""
+    """What pictures of one size have in common: the shapes of the inputs, and the values of inputs with few elements."""
     return tuple((name, x.shape, tuple(x.flatten().tolist()) if x.numel() < 16 else ()) for name, x in sorted(inputs.items()))

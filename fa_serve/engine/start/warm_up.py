@@ -3,11 +3,11 @@
     for work in plan_warm_up(config, max_tokens=4096, max_keys=8192, drafting=False):
         runner.run_warm_up(work)
 
-Kernels are compiled for tiles, and tiles are chosen by numbers that the host knows: sequences, queries of the longest sequence,
-keys of the longest sequence, and whether keys come from the cache. Nearly all choices are met at a power of two or at the
-largest number, so the plan walks over those, and over the few others. `tests/engine/start/test_warm_up.py` compares the tiles
-of the plan with the tiles of all numbers. An empty step computes few layers, has no keys but its own and writes none, so it
-takes milliseconds. `largest_batch` is the step that tells how much memory steps take.
+Kernels are compiled for tiles, and tiles are chosen by what the host knows: the number of sequences, the queries and the keys
+of the longest sequence, and whether keys come from the cache. Powers of two and the largest numbers lead to nearly all choices,
+so the plan goes through these numbers, and the few others. `tests/engine/start/test_warm_up.py` compares the tiles of the plan
+with the tiles of all numbers. An empty step computes few layers, has only its own keys and writes none, so it takes
+milliseconds. `largest_batch` is the step that shows how much memory steps take.
 
 Left out: CUDA graphs of steps (cuda_graphs.py), and how kernels are compiled (launching/compilations.py).
 """
@@ -33,14 +33,14 @@ from fa_serve.engine.speculation.drafts import draft_limit
 from fa_serve.hf import TwoWayBlock
 
 FEW_QUERIES = 16
-"""Up to so many queries of a sequence, attention chooses its tiles by the number of queries (fa_serve.spec.FEW_QUERIES)."""
+"""Up to this many queries per sequence, attention chooses its tiles by the number of queries (fa_serve.spec.FEW_QUERIES)."""
 MIXED_QUERIES = 64
-"""Tokens of the prompt in the steps that stand for prompts beside decoding sequences."""
+"""Tokens of the prompt in the steps that stand for a prompt together with decoding sequences."""
 KEYS_OF_BATCHES = (64, 1024)
 """For several sequences, tiles depend on whether the keys fit one block and whether they are at most 1024."""
 
 WIDTHS_OF_BATCHES = (32, 256, 2048)
-"""Batches are divided into classes at these sizes, and a class may split keys in a way that its larger batches do not."""
+"""Attention divides batches into classes at these sizes. The smallest batch of a class may split keys where others do not."""
 
 MOST_MEMORY = SamplingParams(top_p=0.9, top_k=50, frequency_penalty=0.1, logprobs=20, prompt_logprobs=20)
 """The sampling that needs the most memory."""
@@ -50,11 +50,11 @@ Arrays = dict[str, NDArray[Any]]
 
 
 class EmptyStep(NamedTuple):
-    """A synthetic step: sequences of one token, and the last `num_long` of `batch` sequences with `queries` tokens each.
+    """A synthetic step of `batch` sequences. The last `num_long` of them have `queries` tokens each, the others one token.
 
-    keys:  what the kernels are told of the longest sequence; the step itself has no keys but its own
-    fresh: no sequence has keys in the cache, so attention takes keys and values as they come
-    logits: rows of logits; 0: as many as a step without log-probabilities of its prompts has
+    keys:  number of keys of the longest sequence that kernels are given; the step itself has only its own keys
+    fresh: no sequence has keys in the cache, so attention takes the step's keys and values directly
+    logits: rows of logits; 0 means as many as a step without log-probabilities of its prompts has
     two_way: the tokens of the first sequence attend to each other both ways, see `blocks`
     """
 
@@ -72,7 +72,7 @@ class EmptyStep(NamedTuple):
 
     @property
     def blocks(self) -> list[TwoWayBlock]:
-        """The same queries as the last tokens of a block, behind any number of keys: attention is called for each block."""
+        """The first sequence's queries as a block after different numbers of keys: attention is called for each block."""
         if not self.two_way:
             return []
         ends = [self.queries, *(end for end in powers_of_two(self.keys) if end > self.queries)]
@@ -82,8 +82,8 @@ class EmptyStep(NamedTuple):
 class SamplingVariant(NamedTuple):
     """Parameters of rows that are sampled.
 
-    masked: a mask of allowed tokens comes with each, as for structured outputs
-    rows:   their number. PyTorch has other kernels for one row than for several, and loads each when it is first launched
+    masked: each row has a mask of allowed tokens, as for structured outputs
+    rows:   number of rows. PyTorch has different kernels for one row and for several, and loads each when it is first launched
     drafts: how many of the rows verify a draft of the first sequence
     """
 
@@ -94,18 +94,18 @@ class SamplingVariant(NamedTuple):
 
     @property
     def slots(self) -> list[int]:
-        """Of the rows: a token and the drafts behind it belong to one sequence, other rows to one each."""
+        """The slot of each row: a token and its drafts belong to one sequence, every other row to a sequence of its own."""
         return [max(row - self.drafts, 0) for row in range(self.rows)]
 
     def sequences(self, vocab_size: int) -> list[SequenceState]:
         """A sequence for each row."""
         biases = TokenBiases.of(self.params, (), vocab_size)
-        # the log-probabilities of as many tokens of the first one's prompt as there are rows are read
+        # the first sequence may ask for log-probabilities of as many prompt tokens as there are rows
         request = Request("warm-up", [0] * (1 + self.rows), self.params, max_tokens=1, biases=biases)
         return [SequenceState(request) for _ in range(self.rows)]
 
     def arrays(self, sequences: Sequence[SequenceState], vocab_size: int) -> tuple[Arrays, Arrays]:
-        """The fields of `SampleParams`, and those of `BatchArrays.rows`. sequences: of the rows"""
+        """The fields of `SampleParams`, and those of `BatchArrays.rows`. sequences: one for each row"""
         requests = [sequence.request for sequence in sequences]
         sampling = sampling_arrays(requests, [len(request.prompt) for request in requests], vocab_size)
         if self.drafts:
@@ -119,7 +119,7 @@ class SamplingVariant(NamedTuple):
         return sampling, rows
 
     def masks(self, vocab_size: int) -> dict[int, NDArray[np.int32]] | None:
-        """By row, a mask that allows every token."""
+        """For each row, a mask that allows every token; None unless `masked`."""
         mask = np.full(-(-vocab_size // 32), -1, dtype=np.int32)
         return dict.fromkeys(range(self.rows), mask) if self.masked else None
 
@@ -131,7 +131,7 @@ def powers_of_two(largest: int, least: int = 1) -> list[int]:
 
 
 def most_logits(max_num_seqs: int, max_drafts: int) -> int:
-    """Rows of logits in a step at most: of sequences with their drafts, and of prompts."""
+    """Maximum number of rows of logits in a step: those of sequences with their drafts, and those of prompts."""
     counts = range(1, max_num_seqs + 1)
     return max(count * (1 + draft_limit(max_drafts, count)) for count in counts) + MAX_PROMPT_LOGITS
 
@@ -150,7 +150,7 @@ def empty_steps(*, max_num_seqs: int, max_tokens: int, max_keys: int, max_logits
     # products and experts choose tiles by the tokens of all sequences, which may be more than one sequence has
     for tokens in powers_of_two(max_tokens):
         count = min(max(tokens // max_keys, 1), max_num_seqs)
-        # the head multiplies as many rows as prompts want log-probabilities of
+        # the head multiplies one row for each prompt token whose log-probability is wanted
         logits = min(tokens, max_logits)
         steps.append(EmptyStep(count, min(tokens // count, max_keys), max_keys, num_long=count, logits=logits))
     several = [size for size in powers_of_two(max_num_seqs) if size > 2]
@@ -158,12 +158,12 @@ def empty_steps(*, max_num_seqs: int, max_tokens: int, max_keys: int, max_logits
     for keys in (*KEYS_OF_BATCHES, max_keys):
         steps += [EmptyStep(batch, count, keys) for batch in several for count in few]
         steps += [EmptyStep(size + 1, count, keys) for size in WIDTHS_OF_BATCHES for count in range(1, FEW_QUERIES + 1)]
-    # all of them have few queries at once, as when their prompts are cached but for the end; a mixed step is computed otherwise
+    # all sequences have few queries, as when all but the end of each prompt is cached; a mixed step is computed differently
     for count in powers_of_two(FEW_QUERIES)[1:]:
         steps += [EmptyStep(batch, count, max_keys, num_long=batch) for batch in powers_of_two(max_num_seqs)]
-    # with so many keys, prompts with float8 products may keep the model's dtype (fa_serve.backends.float8_copies)
+    # with this many keys, prompts with float8 products may keep the model's dtype (fa_serve.backends.float8_copies)
     steps.append(EmptyStep(max_num_seqs, min(max(max_tokens - max_num_seqs + 1, 1), max_keys), max_keys))
-    plan: dict[EmptyStep, int] = {}  # the rows of logits of each step without them
+    plan: dict[EmptyStep, int] = {}  # steps with logits=0, and the rows of logits of each
     for step in steps:
         if step.batch <= max_num_seqs and step.num_tokens <= max_tokens and step.queries <= step.keys <= max_keys:
             key = step._replace(logits=0)
@@ -172,17 +172,17 @@ def empty_steps(*, max_num_seqs: int, max_tokens: int, max_keys: int, max_logits
 
 
 def two_way_steps(max_tokens: int, max_keys: int) -> list[EmptyStep]:
-    """The steps of a model whose images have tokens that attend both ways, beside `empty_steps`."""
+    """The steps for a model whose images have tokens that attend both ways, in addition to `empty_steps`."""
     return [EmptyStep(1, count, max_keys, two_way=True) for count in powers_of_two(min(max_tokens, max_keys))]
 
 
 def sampling_variants(max_num_seqs: int, *, max_drafts: int = 0, drafting: bool = False) -> Iterator[SamplingVariant]:
-    """Parameters that lead to every kernel of sampling, for one row and for as many as a step has at most.
+    """Parameters that lead to every kernel of sampling, for one row and for the largest number of rows that a step has.
 
-    Most rows come last, so that their memory stays with PyTorch for the first step that needs it.
+    The largest number comes last, so that PyTorch keeps that memory for the first step that needs it.
 
-    max_drafts: drafts of a sequence in a step, which penalties count
-    drafting: those of a draft model, whose draws have no penalties, log-probabilities and masks
+    max_drafts: maximum number of drafts of a sequence in a step; penalties count drafts
+    drafting: parameters for a draft model, whose draws have no penalties, log-probabilities or masks
     """
     for rows in dict.fromkeys((1, max_num_seqs)):
         yield from (variant._replace(rows=rows) for variant in _variants(drafting))
@@ -191,10 +191,10 @@ def sampling_variants(max_num_seqs: int, *, max_drafts: int = 0, drafting: bool 
 
 
 def _variants(drafting: bool) -> Iterator[SamplingVariant]:
-    """The same for one row. Penalties and biases are computed in float32, which is another variant of each kernel.
+    """The variants for one row. Penalties and biases are computed in float32, which needs another variant of each kernel.
 
-    A kernel that sampling launches for one parameter is launched beside any others as well, so parameters are combined where
-    they change what later kernels are given: the dtype of the scores, and the limits that processed log-probabilities apply.
+    Sampling launches a parameter's kernel whatever the other parameters are. So parameters are combined only if they change
+    what later kernels are given: the dtype of the scores, and the limits that processed log-probabilities apply.
     """
     filters = list(product((0, 50), (1.0, 0.9), (0.0, 0.1)))
     logprobs = None if drafting else 5
@@ -214,7 +214,7 @@ def _variants(drafting: bool) -> Iterator[SamplingVariant]:
 
 
 def plan_warm_up(config: EngineConfig, max_tokens: int, max_keys: int, *, drafting: bool) -> list[EmptyStep | SamplingVariant]:
-    """The plan of a model, or with `drafting` of a draft model. max_tokens: in a step; max_keys: of a sequence"""
+    """The plan of a model, or with `drafting` of a draft model. max_tokens: tokens of a step; max_keys: keys of a sequence"""
     count = config.max_num_seqs
     max_logits = 0 if drafting else most_logits(count, config.max_drafts)
     steps = empty_steps(max_num_seqs=count, max_tokens=max_tokens, max_keys=max_keys, max_logits=max_logits)
@@ -222,7 +222,7 @@ def plan_warm_up(config: EngineConfig, max_tokens: int, max_keys: int, *, drafti
 
 
 def largest_batch(config: EngineConfig, max_model_len: int) -> ScheduledBatch:
-    """As many tokens and sampled rows as a step may have, all on page 0, with the sampling that needs the most memory."""
+    """A step with as many tokens and sampled rows as possible, all on page 0, with the sampling that needs the most memory."""
     count = min(config.max_num_seqs, config.max_num_batched_tokens)
     length = min(config.max_num_batched_tokens // count, max_model_len)
     drafts = [0] * min(draft_limit(config.max_drafts, count), length - 1)

@@ -1,7 +1,7 @@
-"""Compiles a grammar on trial, in a process of trial_process.py, which loads this file alone.
+"""Compiles a grammar on trial, in a process of trial_process.py, which loads only this file.
 
 llguidance bounds the memory of its lexer, but neither the time nor the memory of all of its work: a schema of 169 kB can take
-two seconds, and one that is refused in the end can take 300 MB before that. Left out: what becomes of the result
+two seconds, and a schema that is refused in the end can take 300 MB before that. Left out: what is done with the result
 (grammars.py).
 """
 
@@ -15,11 +15,11 @@ from typing import Any
 STACK = 512 << 20
 """Bytes of stack for a grammar of maximum length: llguidance recurses for each rule that refers to another one."""
 LIMITS = {"initial_lexer_fuel": 300_000, "max_lexer_states": 50_000, "verbose_errors": False}
-"""llguidance's own limits. With its default fuel of 1,000,000 the regex ((X{100}){100}){100}z takes 170 MB, and 64 MB with
-this one. A schema with 1,000 patterns needs less than a third of it. A state of the lexer takes 1 to 2 kB."""
+"""llguidance's own limits. The regex ((X{100}){100}){100}z takes 170 MB with its default fuel of 1,000,000, and 64 MB with this
+fuel. A schema with 1,000 patterns needs less than a third of this fuel. A state of the lexer takes 1 to 2 kB."""
 
 NO_ANSWER = "no answer is possible: it refers to itself without an end, or its parts contradict each other"
-"""llguidance compiles such a grammar, and has only a name of its code for the error of the first mask."""
+"""llguidance compiles such a grammar. At the first mask it reports only an identifier of its code, which this text replaces."""
 
 
 def prepare(given: dict[str, Any]) -> Callable[[bytes], bytes]:
@@ -49,7 +49,7 @@ def _try(llguidance: Any, tables: Any, grammar: str) -> dict[str, Any]:
     thread = threading.Thread(target=work)
     try:
         thread.start()
-    except RuntimeError as error:  # there is no memory for its stack, which is the only reason
+    except RuntimeError as error:  # the only possible reason: there is no memory for its stack
         raise MemoryError from error
     thread.join()
     if not results:

@@ -43,13 +43,13 @@ class _Job:
 class GrammarQueue:
     """Owner of the threads that compile, which start with the first grammar.
 
-    sweep: called every SWEEP_SECONDS for a while after a grammar, to let go of memory
+    sweep: called every SWEEP_SECONDS for a while after a grammar, to free memory
     """
 
     def __init__(self, sweep: Callable[[], None]) -> None:
         self._sweep = sweep
         self._condition = threading.Condition()
-        # The next turn is that of the first client. A client without waiting grammars is not in it.
+        # The first client has the next turn. Clients without waiting grammars are not in this dictionary.
         self._waiting: OrderedDict[str | None, deque[_Job]] = OrderedDict()
         self._running: Counter[str | None] = Counter()
         self._running_long: Counter[str | None] = Counter()
@@ -62,7 +62,7 @@ class GrammarQueue:
         with self._condition:
             if len(self._threads) < LANES:
                 thread = threading.Thread(target=self._run, name=f"fa_serve-grammar_{len(self._threads)}", daemon=True)
-                thread.start()  # fails without memory, and the next job tries again
+                thread.start()  # may fail for lack of memory; the next job tries again
                 self._threads.append(thread)
             self._waiting.setdefault(client, deque()).append(_Job(name, client, length >= LONG, work))
             self._condition.notify()
@@ -92,7 +92,7 @@ class GrammarQueue:
                 while job is None and not self._closed:
                     is_sweeping = self._next_sweep < self._last_sweep
                     self._condition.wait(SWEEP_SECONDS if is_sweeping else None)
-                    if is_sweeping and time.monotonic() > self._next_sweep:  # the first thread of those that wait
+                    if is_sweeping and time.monotonic() > self._next_sweep:  # only the first of the waiting threads
                         self._next_sweep = time.monotonic() + SWEEP_SECONDS
                         self._sweep()
                     job = self._next()
@@ -106,7 +106,7 @@ class GrammarQueue:
                 self._end(job)
 
     def _next(self) -> _Job | None:
-        """The next job that may run, which is then running."""
+        """The next job that may run. It counts as running from now on."""
         if self._closed:
             return None
         long_is_full = self._running_long.total() >= MAX_LONG

@@ -12,17 +12,17 @@ grammar also builds the tables of the tokenizer. Therefore engine_loop.py compil
 process that can be limited and killed (trials.py). Several threads fill the masks of a step while the device runs the
 forward of the step.
 
-A step waits for its masks. A mask takes some tens of microseconds, but 50 ms and more behind a hundred tokens of an ambiguous
+A step waits for its masks. A mask takes some tens of microseconds, but 50 ms and more after a hundred tokens of an ambiguous
 grammar. Therefore each request has a budget for slow masks, and its matchers (matcher.py) report an error when it is spent.
 
 Compiled grammars are kept for later requests, up to a number of bytes. Grammars that are not used for IDLE_SECONDS are kept
 only up to a smaller number.
 
-A tokenizer may have more tokens than the model has logits, or fewer. llguidance knows all of them, and a mask has the words of
-the logits. A token beyond the logits is never allowed, and neither is a logit beyond the tokens.
+A tokenizer may have more tokens than the model has logits, or fewer. llguidance knows all tokens, but a mask covers exactly the
+logits. A token beyond the logits is never allowed, and neither is a logit beyond the tokens.
 
 JSON may contain at most 20 characters of whitespace at one place, because some models would write nothing else. Left out: where
-a mask meets the logits (sampler.py). Source: llguidance, https://github.com/guidance-ai/llguidance.
+a mask is applied to the logits (sampler.py). Source: llguidance, https://github.com/guidance-ai/llguidance.
 """
 
 from __future__ import annotations
@@ -57,19 +57,19 @@ WHITESPACE = {"whitespace_pattern": r"[ \t\n\r]{0,20}"}
 MAX_REASON = 400
 """Characters of llguidance's explanation that go into an error message."""
 MIN_BYTES = 64 << 10
-"""Bytes that a grammar counts at least, so that the number of grammars is bounded as well."""
+"""A grammar counts as at least this many bytes, so that the number of grammars is bounded as well."""
 BYTES_PER_CHARACTER = 400
-"""Bytes that a grammar without a trial counts for each of its characters. Measured: 110 to 350 for schemas of 60 to 150 kB."""
+"""A grammar without a trial counts as this many bytes per character. Measured: 110 to 350 for schemas of 60 to 150 kB."""
 IDLE_SECONDS = 10.0
 IDLE_SHARE = 64
-"""Grammars that are idle are kept up to this part of the bytes for all grammars."""
+"""Idle grammars are kept only while all grammars take at most `grammar_cache_bytes // IDLE_SHARE` bytes."""
 SLOW_STEP_SECONDS = 0.01
-"""If masks that are computed side by side take longer, the others of this step and all of the next one are computed one by one,
-in turns of the clients, and each request is charged."""
+"""If masks that are computed in parallel take longer, the other masks of this step and all masks of the next step are computed
+one by one, in turns of the clients, and each request is charged."""
 MASKS_SECONDS = 0.02
-"""If masks that are computed one by one take longer, the others wait for the next step."""
+"""If masks that are computed one by one take longer, the other masks wait for the next step."""
 FIRST_SLICE = 8
-"""Masks that are computed side by side before the time is looked at. Each slice is twice as long as the one before."""
+"""Masks that are computed in parallel before the time is checked. Each slice is twice as long as the previous one."""
 _STACK_SIZE_LOCK = threading.Lock()
 
 
@@ -107,9 +107,9 @@ class Grammars:
     def __init__(self, tokenizer: Any, vocab_size: int, end_ids: Collection[int], config: EngineConfig | None = None) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
-        self._num_bits = vocab_size  # of llguidance's masks: the logits and the tokens, whichever are more
+        self._num_bits = vocab_size  # bits of llguidance's masks: the number of logits or of tokens, whichever is larger
         self._end_ids = sorted(end_ids)
-        self._grammar_ends: list[int] = []  # those that llguidance knows
+        self._grammar_ends: list[int] = []  # the end ids that llguidance knows
         self._config = config or EngineConfig()
         self._lock = threading.Lock()
         self._tables: Any = None
@@ -117,7 +117,7 @@ class Grammars:
         self._one_by_one = False
         self._spent: dict[str | None, float] = {}  # seconds of the clients of the last step that computed masks one by one
         self._trials: Trials | None = None
-        # At most `cache_bytes`, the least recently used first. Grammars with an error are kept as well.
+        # At most `grammar_cache_bytes`, the least recently used first. Grammars with an error are kept as well.
         self._compiled: OrderedDict[str, _Kept] = OrderedDict()
         self.num_bytes = 0
 
@@ -213,12 +213,12 @@ class Grammars:
         """The masks of a step, (n, ceil(vocab_size / 32)), and which matchers' masks are late because others were slow.
 
         Bit t % 32 of word t // 32 is 1 if token t may come next in the answer of a row. Bits beyond the vocabulary are 0. A
-        matcher with an error, or with a late mask, has no tokens. The matchers do not advance.
+        matcher with an error, or with a late mask, allows no token. The matchers do not advance.
 
         clients: who has sent the request of each matcher. While masks are slow, the client that has taken the least time is
                  next, so that fast masks of one client do not wait for slow ones of another client
         drafts:  guesses of each answer's next tokens; an answer with k of them has 1 + k rows, the last k of them for the
-                 tokens after each draft. Rows after a draft that may not come allow every token
+                 tokens after each draft. Rows after a draft that is not allowed allow every token
         """
         drafts = drafts or [[]] * len(matchers)
         ends = list(accumulate(1 + len(own) for own in drafts))
@@ -245,7 +245,7 @@ class Grammars:
         return self._of_logits(words), indices
 
     def _of_logits(self, words: NDArray[np.int32]) -> NDArray[np.int32]:
-        """The words of the logits of llguidance's masks. Bits beyond the logits are cleared in place."""
+        """The words of llguidance's masks that cover the logits. Bits beyond the logits are cleared in place."""
         words = words[..., : -(-self._vocab_size // 32)]
         if surplus := -self._vocab_size % 32:
             words[..., -1] &= np.int32(0x7FFFFFFF >> (surplus - 1))
@@ -276,7 +276,7 @@ class Grammars:
             bits[may_end, token // 32] |= np.uint32(1 << (token % 32))
 
     def _fill_slices(self, rows: Sequence[_Row], words: NDArray[np.int32]) -> int:
-        """Fill rows side by side while that is fast. Returns how many are done."""
+        """Fill rows in parallel while that is fast. Returns how many are done."""
         begin = time.perf_counter()
         done = 0
         size = FIRST_SLICE
@@ -317,12 +317,12 @@ class Grammars:
         return seconds
 
     def _fill(self, rows: Sequence[_Row], words: NDArray[np.int32]) -> None:
-        """Compute the masks of these rows side by side."""
+        """Compute the masks of these rows in parallel."""
         size = words.shape[1] * 4
         plain = [(row.matcher.inner, row.first) for row in rows if not row.drafts]
         guessed = [(row.matcher.inner, row.first, row.drafts) for row in rows if row.drafts]
         if plain:
-            words[[first for _, first in plain]] = 0  # what stays if a mask ends with an error
+            words[[first for _, first in plain]] = 0  # stays like this if a mask ends with an error
             self._executor.unsafe_compute_mask_ptr(plain, words.ctypes.data, size, len(words))
         if guessed:
             self._executor.unsafe_compute_mask_ptr_with_draft_token(guessed, words.ctypes.data, size, len(words))
@@ -338,7 +338,7 @@ class Grammars:
                     raise ParameterError("structured", rule, structured, "no_tokenizer")
                 backend = self._tokenizer.backend_tokenizer
                 num_tokens = backend.get_vocab_size(with_added_tokens=True)
-                # llguidance takes those of the tokenizer only
+                # llguidance accepts only end ids that the tokenizer has
                 given_ends = [token for token in self._end_ids if token < num_tokens]
                 end_ids = given_ends or [x for x in [self._tokenizer.eos_token_id] if x is not None]
                 if not end_ids:

@@ -4,8 +4,8 @@
     matcher.consume_token(token)
     matcher.is_stopped()                     # the answer is complete
 
-The time of masks and tokens beyond the usual one is charged to the request, whose matchers report an error when its budget is
-spent. Left out: how grammars are compiled and the masks of a step are computed (grammars.py).
+If a mask or a token takes longer than usual, the excess is charged to the request. When the request's budget is spent, its
+matchers report an error. Left out: how grammars are compiled and the masks of a step are computed (grammars.py).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SLOW_SECONDS = 0.25
 
 @dataclass(slots=True)
 class FirstMask:
-    """The mask of a grammar's first token, in llguidance's words, which its answers share; None until it is computed."""
+    """The mask of a grammar's first token, in 32-bit words of llguidance, shared by its answers; None until it is computed."""
 
     words: NDArray[np.int32] | None = None
 
@@ -73,7 +73,7 @@ class Matcher:
         return self._slow[0]
 
     def charge(self, seconds: float, count: int = 1) -> None:
-        """Count the time of so many masks, or of a token."""
+        """Charge the time of `count` masks, or of a token, beyond the usual time."""
         self._slow[0] += max(seconds - count * USUAL_SECONDS, 0.0)
 
     @property

@@ -5,16 +5,17 @@
 
 llguidance turns bounds into a regular expression of decimal digits. Three things go wrong on the way:
 
-- An exclusive bound on the side of zero is allowed where both bounds have the same integer part: (0, 0.5) allows 0, and
-  [-0.5, 0) allows -0.
-- Its reader of JSON loses the last bit of some numbers, such as 9223372036854775e3.
-- Bounds and constants are float64, so that integers beyond 2**53 are rounded, and those beyond int64 are cut off.
+- Where both bounds have the same integer part, the bound nearer to zero is allowed although it is exclusive: (0, 0.5) allows 0,
+  and [-0.5, 0) allows -0.
+- Its JSON reader loses the last bit of some numbers, such as 9223372036854775e3.
+- Bounds and constants are float64, so that integers beyond 2**53 are rounded, and integers beyond int64 are cut off.
 
-Such an exclusive bound therefore becomes an inclusive one, and every bound a decimal of at most DIGITS digits and PLACES
-decimal places, which is read exactly. A new bound is inside of the old one, so that every answer still follows the schema that
-was given. The numbers between the two, which differ in the 15th digit, cannot be written. An exclusive bound on the other side
-stays as it is, because below the inclusive bound 9.9999 llguidance allows 9.990 and not 9.99. A constant has no neighbour that
-could take its place, and is refused if it is not read exactly. Left out: `multipleOf`, which llguidance follows or refuses.
+Such an exclusive bound therefore becomes an inclusive one, and every bound becomes a decimal of at most DIGITS digits and
+PLACES decimal places, which is read exactly. A new bound is stricter than the old one, so that every answer still follows the
+schema that was given. Numbers between the old and the new bound, which differ in the 15th digit, cannot be written. An
+exclusive bound on the other side stays as it is, because below the inclusive bound 9.9999 llguidance allows 9.990 and not 9.99.
+A constant has no neighbour that could take its place, and is refused if it is not read exactly. Left out: `multipleOf`, which
+llguidance follows or refuses.
 """
 
 from __future__ import annotations
@@ -28,17 +29,17 @@ from fa_serve.spec import ParameterError
 
 DIGITS = 15
 PLACES = 22
-"""Such a decimal is the quotient of two integers that float64 has, and so it is read exactly."""
+"""Such a decimal is the quotient of two integers that float64 represents exactly, and so it is read exactly."""
 EXACT = 1 << 53
-"""All integers up to this one are float64."""
+"""float64 represents all integers up to this one exactly."""
 LARGEST_INTEGER = (1 << 63) - 1
-"""llguidance takes a larger float64 for this integer."""
+"""llguidance reads any larger float64 as this integer."""
 LARGEST_FLOAT = (1 << 63) - 1024
 _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 """Keywords whose values have a schema for each name."""
 _CONSTANTS = ("const", "enum")
 _NOTES = ("default", "examples")
-"""Keywords whose values are no schemas and do not matter."""
+"""Keywords whose values are not schemas and do not matter."""
 
 
 def narrow_numbers(schema: dict[str, Any]) -> None:
@@ -68,7 +69,7 @@ def _narrow_bounds(node: dict[str, Any]) -> None:
         strict = node.get(exclusive)
         bounds = []
         if _is_number(bound):
-            bounds.append((node.pop(inclusive), strict is True))  # draft 4 says with True that this bound is exclusive
+            bounds.append((node.pop(inclusive), strict is True))  # in draft 4, True says that this bound is exclusive
         if _is_number(strict) or bounds:
             strict = node.pop(exclusive, None)
         if _is_number(strict):
@@ -95,7 +96,7 @@ def _narrow_number(bound: float, sign: int, strict: bool) -> float:
     if strict and narrowed == given:
         narrowed += step
     if abs(narrowed) > EXACT and Decimal(float(narrowed)) < narrowed:
-        narrowed += step  # an integer of another part of the schema takes the float64 for its bound
+        narrowed += step  # if another part of the schema asks for an integer, its bound is this float64
     narrowed *= sign
     return int(narrowed) if isinstance(bound, int) and narrowed == narrowed.to_integral_value() else float(narrowed)
 
@@ -137,12 +138,12 @@ def _numbers_in(value: Any) -> Iterator[float]:
 
 
 def _is_read_exactly(number: float) -> bool:
-    """Whether llguidance allows this constant, not a neighbour."""
+    """Whether llguidance allows this constant, and not a neighbouring number instead."""
     if isinstance(number, int):
         return number == LARGEST_INTEGER or (abs(number) <= LARGEST_FLOAT and int(float(number)) == number)
     if number.is_integer() and abs(number) > EXACT:
         return False
-    # as serde_json reads it without its feature float_roundtrip
+    # serde_json without its feature float_roundtrip reads a number like this
     _, digits, exponent = Decimal(repr(number)).as_tuple()
     assert isinstance(exponent, int)
     significand = float("".join(map(str, digits)))
@@ -150,12 +151,12 @@ def _is_read_exactly(number: float) -> bool:
 
 
 def _decimal(number: float) -> Decimal:
-    """The exact value of an integer, and the shortest decimal of any other number, which is the text that stands for it."""
+    """The exact value of an integer; for any other number the shortest decimal, which is how JSON writes it."""
     return Decimal(int(number)) if isinstance(number, int) or number.is_integer() else Decimal(repr(number))
 
 
 def _is_number(value: Any) -> bool:
-    """Whether a value is a number with digits; JSON's text of Infinity is refused by llguidance."""
+    """Whether a value is a finite number. (llguidance refuses JSON's text of Infinity.)"""
     if isinstance(value, float):
         return math.isfinite(value)
     return isinstance(value, int) and not isinstance(value, bool)

@@ -1,13 +1,13 @@
-"""References of a JSON schema that never end or lead nowhere: llguidance does not say why nothing follows `{"$ref": "#"}`.
+"""References of a JSON schema that never end or lead nowhere: llguidance does not say why no value fits `{"$ref": "#"}`.
 
     check_references(schema)      # a ParameterError names the reference
 
-A schema ends if a finite value can follow it. What it needs for that is its `$ref`, each member of `allOf`, one member of
-`anyOf` and of `oneOf`, the properties that are required, and the items if there must be some. A schema that refers to itself in
-another place, such as a tree with optional children, ends.
+A schema *ends* if a finite value can follow it. For that these must end: its `$ref`, each member of `allOf`, one member of
+`anyOf` and of `oneOf`, the properties that are required, and the items if there must be some. A schema that refers to itself
+only in other places, such as a tree with optional children, ends.
 
-References that lead nowhere are found on the way. Left out: documents with names inside (`$id`), whose references llguidance
-resolves, and whether a schema contradicts itself.
+References that lead nowhere are found on the way. Left out: documents whose parts have an `$id` (llguidance resolves their
+references), and whether a schema contradicts itself.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ METASCHEMAS = ("http://json-schema.org/", "https://json-schema.org/")
 
 
 def check_references(schema: Mapping[str, Any]) -> None:
-    """Raise ParameterError for a schema of which a part has a reference that leads nowhere or never ends."""
+    """Raise ParameterError for a schema if a part of it has a reference that leads nowhere or never ends."""
     lost, endless = bad_references(schema)
     if lost is not None:
         rule = (
@@ -44,10 +44,10 @@ def check_references(schema: Mapping[str, Any]) -> None:
 
 
 def bad_references(schema: Mapping[str, Any]) -> tuple[str | None, str | None]:
-    """A `$ref` that leads nowhere, and one that leads back to itself and that nothing can end; None where there is none.
+    """A `$ref` that leads nowhere, and a `$ref` that leads back to itself without end; None where there is none.
 
-    The time is linear in the size of the schema: a second of the interpreter for 1.4 MB. A document without references, such as
-    most large ones, costs a thirtieth of that.
+    The time is linear in the size of the schema: a second of the interpreter for 1.4 MB. A document without references, as most
+    large documents are, costs a thirtieth of that.
     """
     if '"$ref"' not in json.dumps(schema):
         return None, None
@@ -81,7 +81,7 @@ def bad_references(schema: Mapping[str, Any]) -> tuple[str | None, str | None]:
 
 
 def _ending(needs: Mapping[int, list[list[int]]]) -> set[int]:
-    """The schemas that end: those of which each group has a member that ends."""
+    """The schemas that end: each of their groups has a member that ends."""
     waiting = {key: len(groups) for key, groups in needs.items()}
     groups_with: dict[int, list[tuple[int, int]]] = defaultdict(list)
     for key, groups in needs.items():
@@ -103,7 +103,7 @@ def _ending(needs: Mapping[int, list[list[int]]]) -> set[int]:
 
 
 def _needs(root: Mapping[str, Any], node: Mapping[str, Any]) -> list[list[Mapping[str, Any]]]:
-    """Groups of schemas, of each of which one must end so that this schema ends."""
+    """Groups of schemas. This schema ends if at least one schema of every group ends."""
     groups: list[list[Any]] = [[_target(root, node)]]
     groups += [[member] for member in _list(node.get("allOf"))]
     groups += [_list(node.get(keyword)) for keyword in ("anyOf", "oneOf")]
@@ -115,12 +115,12 @@ def _needs(root: Mapping[str, Any], node: Mapping[str, Any]) -> list[list[Mappin
         first = _list(node.get("prefixItems"))[:fewest]
         groups += [[member] for member in first]
         groups += [[node.get("items")]] if fewest > len(first) else []
-    # a group with a member that is no schema of an object, such as true, ends
+    # a group with a member that is not an object, such as the schema true, always ends
     return [group for group in groups if group and all(isinstance(member, Mapping) for member in group)]
 
 
 def _schemas_in(node: Any) -> Iterator[Mapping[str, Any]]:
-    """The objects inside of a schema, which are schemas or hold some."""
+    """The objects inside a schema, which are schemas or contain schemas."""
     values = [value for keyword, value in node.items() if keyword not in _NO_SCHEMAS]
     while values:
         value = values.pop()
@@ -136,7 +136,7 @@ def _is_lost(root: Mapping[str, Any], node: Mapping[str, Any]) -> bool:
     if not isinstance(reference, str) or "$id" in root:
         return False
     if reference.startswith(METASCHEMAS) or (reference.startswith("#") and not reference.startswith("#/")):
-        return False  # "#" is the whole document, and "#name" a name inside
+        return False  # "#" is the whole document, and "#name" an anchor inside it
     return _part(root, reference) is None
 
 

@@ -1,11 +1,11 @@
-"""What grammars say to one step: which tokens its structured outputs allow, by row of the logits, and which answers they end.
+"""The grammars of one step: which tokens structured outputs allow in each row of the logits, and which answers they end.
 
     masks = step_masks(grammars, batch, output_states)
     pending = runner.sample(forward, masks.rows)
     ends = grammar_ends(gained, output_states)
 
-The masks are to be computed when every token before the step is known on the host. Left out: how a mask is computed
-(grammars.py) and where it meets the logits (sampler.py).
+Compute the masks only when the host knows every token before the step. Left out: how a mask is computed (grammars.py) and where
+it is applied to the logits (sampler.py).
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from fa_serve.engine.structured.grammars import Grammars
 
 
 class StepMasks(NamedTuple):
-    """The masks of a step. One without structured outputs has none.
+    """The masks of a step. A step without structured outputs has none.
 
     rows:    masks by row of the logits, as `ModelRunner.sample` takes them
     failed:  request id and error for each matcher that has given up
     late:    indices of chunks whose masks are late. Their rows allow no token, so the caller postpones these chunks
-    seconds: what computing them took
+    seconds: how long computing the masks took
     """
 
     rows: Mapping[int, NDArray[np.int32]] = {}
@@ -42,7 +42,7 @@ class StepMasks(NamedTuple):
 def step_masks(grammars: Grammars, batch: ScheduledBatch, states: Mapping[str, OutputState]) -> StepMasks:
     """The masks of a step.
 
-    states: those of unfinished requests, by request id; a step may compute sequences that have ended
+    states: output states of unfinished requests, by request id; a step may also compute sequences that have ended
     """
     begin = time.monotonic()
     rows: list[int] = []

@@ -2,14 +2,14 @@
 
     out, _ = attention_forward(module, query, key, value, attention_mask, scaling=0.125)
 
-- A batch that rides along in `fa_serve_batch` answers for the call itself (the engine's paged cache, see `paged.py`).
-- Requests of transformers' own continuous batching go to `paged_attention`; `continuous.py` knows its cache.
+- A batch that rides along in `fa_serve_batch` computes the call itself (the engine's paged cache, see `paged.py`).
+- Requests of transformers' own continuous batching go to `paged_attention` (`continuous.py`, which reads their cache).
 - Sequences that are packed end to end go to `attention_varlen`.
 - A few queries that have chosen their keys go to `ops.sparse_attention`.
-- A `BlockMask` of FlexAttention goes to `attention` as its lists of blocks.
+- A `BlockMask` of FlexAttention goes to `attention` as block lists.
 - Every other call goes to `attention`.
 
-Left out: what the words of transformers mean, which `translate.py` knows, and the masks, which `masks.py` makes.
+Left out: the meaning of transformers' arguments (`translate.py`), and the making of masks (`masks.py`).
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from fa_serve.spec import FEW_QUERIES, UnsupportedModelError
 
 
 class _Riding(threading.local):
-    # no ContextVar, which torch.compile cannot trace
+    # not a ContextVar, because torch.compile cannot trace one
     batch: AttendsBatch | None = None
 
 
 _riding = _Riding()
-# The outputs that a model collects by hooks in this forward, without an argument that says so.
+# The outputs that hooks collect in the running forward, by name. No argument of a layer tells which they are.
 _collector: Any = output_capturing._active_collector
 
 
 @contextmanager
 def riding(batch: AttendsBatch) -> Iterator[None]:
-    """Inside, the batch answers for every attention layer, also for those to which a model does not hand its arguments down."""
+    """Inside, the batch computes every attention layer, including layers to which a model does not hand its arguments down."""
     outer = _riding.batch
     _riding.batch = batch
     try:
@@ -55,12 +55,12 @@ def riding(batch: AttendsBatch) -> Iterator[None]:
 
 
 def riding_batch() -> AttendsBatch | None:
-    """The batch that answers for the layers of the forward that runs now, if there is one."""
+    """The batch that computes the attention of the running forward, or None."""
     return _riding.batch
 
 
 def asks_for_weights(output_attentions: bool | None) -> bool:
-    """Whether weights of attention are wanted, by an argument of this name or by what a model records in this forward."""
+    """Whether attention weights are asked for, either by this argument or because hooks collect them in the running forward."""
     return bool(output_attentions) or "attentions" in (_collector.get() or ())
 
 
@@ -78,17 +78,17 @@ def attention_forward(
     fa_serve_batch: AttendsBatch | None = None,
     **words: Any,
 ) -> tuple[Tensor, None]:
-    """Compute the attention of one layer, which transformers calls with its own words.
+    """Compute the attention of one layer; transformers calls this with its own argument names.
 
     query:          (batch, num_heads, seqlen_q, head_dim)
     key:            (batch, num_kv_heads, seqlen_k, head_dim), not repeated for the query heads; value: the same with head_dim_v
     attention_mask: an ImplicitMask, a bool or float tensor of 4 dimensions, or a BlockMask of FlexAttention, which a model
-                    hands down as its caller gave it. Each alone says which keys are seen. With None, the words `is_causal`
-                    and `sliding_window` say it, and the module's attribute `is_causal`
-    cache:          the paged cache of transformers' continuous batching, or None; later than 5.23 always None
-    fa_serve_batch: what rode along as an argument of the model's forward; None is what `riding` has set, if anything
-    words:          see `translate`
-    Returns out (batch, seqlen_q, num_heads, head_dim_v), contiguous, and None in the place of the attention weights.
+                    hands down as its caller gave it. Any of these fully determines which keys are seen. With None, the
+                    arguments `is_causal` and `sliding_window` and the module's attribute `is_causal` determine it
+    cache:          the paged cache of transformers' continuous batching, or None; always None in releases after 5.23
+    fa_serve_batch: the batch that rode along as an argument of the model's forward; None: the one that `riding` has set, if any
+    words:          further arguments, see `translate`
+    Returns out (batch, seqlen_q, num_heads, head_dim_v), contiguous, and None instead of the attention weights.
 
     Raises UnsupportedModelError for dropout, for attention weights, and for what `translate` refuses.
     """
@@ -119,7 +119,7 @@ def attention_forward(
         check_layer(module, query, call.mask, call.cu_seqlens_q is not None, call.block_indices is not None)
         return _attend(call), None
     if getattr(module, "is_cross_attention", False):
-        # to an image that no token sees (`composites.blank_images`)
+        # cross-attention to a blank image, which no token sees (`composites.blank_images`)
         return query.new_zeros(query.shape[0], query.shape[2], query.shape[1], value.shape[-1]), None
     if call.position_bias is None:
         return fa_serve_batch.attend(call), None
@@ -131,7 +131,7 @@ def attention_forward(
 
 
 def _field_of_dropout(module: nn.Module, dropout: float) -> str:
-    """The name of the config's field that has given a layer its dropout. T5 has one field for the whole model."""
+    """The name of the config field that a layer's dropout comes from. T5 has one field for all dropouts of the model."""
     config = getattr(module, "config", None)
     fields = {} if config is None else vars(config)
     names = [name for name, value in fields.items() if "drop" in name and value == dropout]
@@ -139,9 +139,9 @@ def _field_of_dropout(module: nn.Module, dropout: float) -> str:
 
 
 def _needs_no_translation(mask: Any, words: dict[str, Any]) -> TypeGuard[ImplicitMask]:
-    """Whether the mask alone says which keys are seen, and nothing is packed, chosen or differentiated.
+    """Whether the mask alone determines which keys are seen, and nothing is packed, chosen or differentiated.
 
-    This holds in nearly every layer of every token of `generate`, where the device waits for the host.
+    This is true for nearly every layer and token of `generate`, where the device waits for the host, so that host time counts.
     """
     return (
         type(mask) is ImplicitMask
@@ -157,7 +157,7 @@ def _needs_no_translation(mask: Any, words: dict[str, Any]) -> TypeGuard[Implici
 def _attend_directly(
     query: Tensor, key: Tensor, value: Tensor, mask: ImplicitMask, scaling: float | None, words: dict[str, Any]
 ) -> Tensor:
-    """What `translate` and `_attend` come to for such a call, without the record between them."""
+    """The result of `translate` and `_attend` for a call that needs no translation, without making a `LayerCall`."""
     out = api.attention(
         query.transpose(1, 2),
         key.transpose(1, 2),
@@ -224,7 +224,7 @@ def _attend(call: LayerCall) -> Tensor:
 
 
 def _attend_listed(call: LayerCall, lists: BlockLists) -> Tensor:
-    """A BlockMask that a caller gave in the place of a mask, or the blocks that queries have chosen of what a mask shows."""
+    """Attention with block lists, which come from a caller's BlockMask or from the blocks that queries have chosen."""
     out = api.attention(
         call.query.transpose(1, 2),
         call.key.transpose(1, 2),
@@ -241,8 +241,11 @@ def _attend_listed(call: LayerCall, lists: BlockLists) -> Tensor:
 
 
 def _lists_blocks(call: LayerCall, block_indices: Tensor) -> bool:
-    """Whether chosen blocks become lists. The bias of a few queries is small, and a call with it is planned once for any
-    length. What needs numbers of each query and key besides gets a bias too."""
+    """Whether the chosen blocks are passed as block lists; otherwise they are passed as a bias.
+
+    The bias of a few queries is small, and a call with a bias needs only one plan for all lengths. A call that also needs a
+    value for each pair of query and key gets a bias too.
+    """
     mask = call.mask
     groups = block_indices.shape[1]
     return (
@@ -257,12 +260,12 @@ def _lists_blocks(call: LayerCall, block_indices: Tensor) -> bool:
 
 
 def _masks_groups(mask: Tensor, groups: int) -> bool:
-    """Whether a mask only hides keys, for each group of heads at most."""
+    """Whether a mask only hides keys, and does so alike for all heads or for all heads of each group."""
     return mask.dtype == torch.bool and mask.shape[1] in (1, groups)
 
 
 def _size_of_blocks(call: LayerCall) -> int:
-    """The keys of a block that the module's indexer chooses."""
+    """The number of keys in each block that the module's indexer chooses."""
     module: Any = call.module
     return int(module.indexer.block_size)
 
@@ -271,7 +274,7 @@ def _bias_of_blocks(call: LayerCall, block_indices: Tensor) -> Tensor:
     """(batch, num_heads, seqlen_q, seqlen_k), added to the scores: 0 for the keys of the chosen blocks, -inf for the others."""
     size = _size_of_blocks(call)
     seqlen_k = call.key.shape[2]
-    # blocks of a static cache's room, and what is no block, are noted behind the last one
+    # blocks in the free room of a static cache, and numbers that are no block, go to a column past the last block
     num_blocks = -(-seqlen_k // size)
     places = torch.where(block_indices < 0, num_blocks, block_indices).clamp(max=num_blocks)
     bias = call.query.new_full((*block_indices.shape[:3], num_blocks + 1), float("-inf")).scatter(3, places, 0.0)
@@ -280,8 +283,8 @@ def _bias_of_blocks(call: LayerCall, block_indices: Tensor) -> Tensor:
 
 
 def _gathers_keys(call: LayerCall, mask: Tensor | None) -> bool:
-    """Whether a call of few queries reads the chosen keys alone. Many queries choose many different ones, so a mask over all
-    keys is faster, whose tiles read each key once for many queries."""
+    """Whether a call reads only the chosen keys, as calls with few queries may. Many queries choose many different keys. For
+    them a mask over all keys is faster, because a tile reads each key once for many queries."""
     return (
         call.query.shape[2] <= FEW_QUERIES
         and call.query.device.type in masks.KERNELS_ON
@@ -299,7 +302,7 @@ def _attend_chosen(call: LayerCall, indices: Tensor, mask: Tensor | None) -> Ten
     places = indices.long().clamp(min=0)
     if mask is not None:
         seen = seen & mask[:, 0].expand(batch, seqlen_q, -1).gather(2, places)
-    # the keys of a row of the batch are a page
+    # each row of the batch is one page of keys
     first = torch.arange(batch, device=indices.device)[:, None, None] * call.key.shape[2]
     slots = torch.where(seen, first + places, -1).to(torch.int32)
     scale = call.query.shape[-1] ** -0.5 if call.softmax_scale is None else call.softmax_scale
@@ -316,7 +319,7 @@ def _attend_chosen(call: LayerCall, indices: Tensor, mask: Tensor | None) -> Ten
 
 def _chosen_keys(indices: Tensor, seqlen_k: int) -> Tensor:
     """(batch, seqlen_q, topk) -> (batch, 1, seqlen_q, seqlen_k) bool: whether a query has chosen a key."""
-    # what is no key is noted behind the last one
+    # numbers that are no key go to a column past the last key
     places = torch.where(indices < 0, seqlen_k, indices).long()
     chosen = torch.zeros(*indices.shape[:2], seqlen_k + 1, dtype=torch.bool, device=indices.device)
     return chosen.scatter(2, places, True)[:, None, :, :seqlen_k]
@@ -328,7 +331,7 @@ def _shown(mask: Tensor) -> Tensor:
 
 
 def _attend_packed(call: LayerCall, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Tensor:
-    """Sequences packed end to end in a batch of 1."""
+    """Attention for sequences packed end to end in a batch of 1."""
     out: Any = api.attention_varlen(
         call.query[0].transpose(0, 1),
         call.key[0].transpose(0, 1),
@@ -349,7 +352,7 @@ def _attend_packed(call: LayerCall, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) 
 
 
 def _attend_packed_keys(call: LayerCall, keys: PackedKeys) -> Tensor:
-    """A padded batch: all queries, and the keys that are not padding, gathered and packed end to end."""
+    """Attention for a padded batch: of all queries, to the keys that are not padding, gathered and packed end to end."""
     q = call.query.transpose(1, 2)
     batch, seqlen_q = q.shape[:2]
     out: Any = api.attention_varlen(
@@ -371,7 +374,7 @@ def _attend_packed_keys(call: LayerCall, keys: PackedKeys) -> Tensor:
 
 
 def _needed_window(window_size: tuple[int, int], seqlen_k: int) -> tuple[int, int]:
-    """The window, unlimited on a side where it reaches over all keys: kernels are faster without a window."""
+    """The window, made unlimited on each side where it covers all keys anyway, because kernels are faster without a window."""
     left, right = window_size
     if left < 0 and right <= 0:
         return window_size

@@ -4,10 +4,11 @@
     out = common.attend(q, k_cache, v_cache, cu_seqlens_q=ends, sinks=None, max_seqlen_k=16384)
 
 Sequences with the same leading pages are neighbours in the step and form a group. One call computes the queries of each group
-over the pages that its members share: they are the queries of one sequence there, so a key is read once for all of them.
-Another call computes each sequence over the pages behind these. The two results are merged by their log-sum-exps, which is
-exact, because softmax over two disjoint sets of keys is. All lengths are on the device, so a captured CUDA graph serves other
-groups. Left out: which sequences form groups, and whether that pays (engine/scheduler/common_prefixes.py).
+over the pages that its members share. It treats them as queries of one sequence, so each key is read once for all of them.
+Another call computes each sequence over the pages after the shared ones. The two results are merged by their lse. This is
+exact, because the softmax over a union of disjoint sets of keys follows from the results of the sets and their lse. All lengths
+are on the device, so a captured CUDA graph also serves other groups. Left out: which sequences form groups, and whether that
+pays (engine/scheduler/common_prefixes.py).
 
 Sources: RelayAttention (Zhu et al. 2024, arXiv:2402.14808), Hydragen (Juravsky et al. 2024, arXiv:2402.05099), and the cascade
 inference of FlashInfer (Ye et al. 2024).
@@ -29,11 +30,11 @@ from fa_serve.api import attention_paged
 class CommonPrefixes:
     """Groups of sequences that share leading pages, in a step with one query for each sequence. Shapes as in `fa_serve.api`.
 
-    cu_seqlens_q: (groups + 1,) int32: the members of each group are neighbours; sequences behind the last group have none
-    seqused_k:    (groups,) int32: tokens that the members of a group share, whole pages; 0 for a group without members
-    block_table:  (groups, max_pages) int32: these pages, first
-    max_seqlen_q: members of a group at most
-    own_seqused_k, own_block_table: for each sequence what follows the shared pages: at least one token
+    cu_seqlens_q: (groups + 1,) int32: the rows of each group's members; sequences after the last group are in no group
+    seqused_k:    (groups,) int32: tokens that the members of a group share, in whole pages; 0 for a group without members
+    block_table:  (groups, max_pages) int32: each row starts with the pages that the group shares
+    max_seqlen_q: upper bound of the number of members of a group
+    own_seqused_k, own_block_table: tokens and pages of each sequence after the shared pages, at least one token
     """
 
     cu_seqlens_q: Tensor
@@ -58,11 +59,11 @@ class CommonPrefixes:
     ) -> CommonPrefixes:
         """The groups of a step.
 
-        block_table:  (batch, max_pages) int32; seqused_k: (batch,) int32, as the step has them without groups
+        block_table:  (batch, max_pages) int32; seqused_k: (batch,) int32, of the step as it would be without groups
         group_table:  (groups, max_pages) int32: the pages of one member of each group
         group_ends:   (groups + 1,) int32, as `cu_seqlens_q`
-        group_pages:  (groups,) int32: pages that the members of each group share
-        shared_pages: (batch,) int32: the same for each sequence; 0 without a group
+        group_pages:  (groups,) int32: the number of pages that the members of each group share
+        shared_pages: (batch,) int32: the number of pages that each sequence shares with its group; 0 without a group
         """
         width = block_table.shape[1]
         columns = torch.arange(width, device=block_table.device) + shared_pages[:, None]
@@ -81,7 +82,7 @@ class CommonPrefixes:
     ) -> Tensor:
         """Attention of the queries of a step, (total, num_heads, head_dim) -> (total, num_heads, head_dim_v).
 
-        cu_seqlens_q, sinks, options: as `attention_paged` takes them for the step; without a window or a chunk
+        cu_seqlens_q, sinks, options: arguments of `attention_paged` for the step; a window or chunks are not possible
         """
         own, own_lse = cast(
             "tuple[Tensor, Tensor]",

@@ -1,14 +1,14 @@
-"""Models that hold a language model beside towers: what loads them, which parts fa_serve serves, and which part writes text.
+"""Models that hold a language model and towers: which class loads them, which parts fa_serve serves, and which part makes text.
 
     auto = auto_class(config)                               # AutoModelForImageTextToText, or AutoModelForCausalLM
     model = make_served(config, lambda own, parts: auto.from_config(own, attn_implementation=parts))
     text = text_model(model)                                # the model itself, or the causal model that it wraps
 
-A composite model is loaded as it is. Its text config alone is not passed to `from_pretrained`, because the names of the weights
-then differ and most types would silently stay random.
+A composite model is loaded whole. Passing only its text config to `from_pretrained` would change the names of the weights, so
+the weights of most types would silently stay random.
 
-A tower may compute its attention itself, such as that of SAM. Then the language model alone is served, and the tower keeps the
-attention that transformers gives it. Left out: images (fa_serve.hf.images).
+A tower may compute its attention itself, such as the tower of SAM. Then only the language model is served, and the tower keeps
+the attention that transformers gives it. Left out: images (fa_serve.hf.images).
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ log = logging.getLogger("fa_serve.hf")
 
 T = TypeVar("T")
 IMAGE_TOKEN_NAMES = ("image_token_id", "image_token_index")
-"""What configs call the token that stands in the place of each embedding of an image."""
+"""The config fields that name the token which holds the place of each embedding of an image."""
 _BLANK_IMAGES = {"perceiver_embeddings", "image_encoder_embeddings", "image_attention_mask"}
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
-    """The class of transformers that loads a model with this config: with its towers, if it has any that see images.
+    """The auto class of transformers that loads a model with this config, including its towers for images if it has any.
 
-    Raises UnsupportedModelError if the config is neither that of a causal language model nor of one that sees images.
+    Raises UnsupportedModelError if the config is not that of a causal language model, with or without images.
     """
     composite: Any = transformers.AutoModelForImageTextToText
     causal: Any = transformers.AutoModelForCausalLM
     for auto in (composite, causal):
         if type(config) in auto._model_mapping:
             return auto
-    # transformers has two names for the config of Evolla: its mapping finds the class, and says that it does not hold it
+    # transformers has two names for the config of Evolla, so its mapping says that it has no such key, but finds the class
     found = composite._model_mapping.get(type(config), None)
     if found is not None:
         composite._model_mapping._extra_content[type(config)] = found
@@ -58,17 +58,17 @@ def auto_class(config: PreTrainedConfig) -> Any:
 
 
 def text_key(config: PreTrainedConfig) -> str | None:
-    """The name under which a config holds that of its language model; None if it has no such part."""
+    """The name under which a config holds the config of its language model; None if it holds no such config."""
     text = config.get_text_config()
     return next((name for name in config.sub_configs if getattr(config, name, None) is text), None)
 
 
 def make_served(config: PreTrainedConfig, make: Callable[[PreTrainedConfig, str | dict[str, str]], T]) -> T:
-    """What `make` returns for a copy of the config and the `attn_implementation` that serves as much of a model as possible.
+    """Call `make` with a copy of the config and the `attn_implementation` that serves as much of a model as possible.
 
-    That is fa_serve for the whole model, or for its language model alone if a tower cannot be served. A model that computes its
-    attention itself keeps it, if that can be done in the engine's forward. transformers checks each part before it reads any
-    weight.
+    That is fa_serve for the whole model, or only for its language model if a tower cannot be served. A model that computes its
+    attention itself keeps its own attention, if that is possible in the engine's forward. transformers checks each part before
+    it reads any weight. Returns what `make` returns.
 
     Raises UnsupportedModelError if the language model cannot be served in any of these ways.
     """
@@ -85,7 +85,7 @@ def make_served(config: PreTrainedConfig, make: Callable[[PreTrainedConfig, str 
 
 
 def _keeps_its_attention(config: PreTrainedConfig) -> bool:
-    """Whether the language model of a config computes its attention itself, from keys and values that its cache gives it."""
+    """Whether the language model of a config computes its attention itself, from keys and values that its cache returns."""
     try:
         auto = auto_class(config)
     except UnsupportedModelError:
@@ -98,9 +98,10 @@ def _keeps_its_attention(config: PreTrainedConfig) -> bool:
 
 
 def text_model(model: PreTrainedModel) -> PreTrainedModel:
-    """The part of a model that computes text: the model itself, or the causal model that it wraps (BLIP-2, Kosmos).
+    """The part of a model that generates text: the model itself, or the causal model that it wraps (BLIP-2, Kosmos).
 
-    A wrapper has a part with a head. Its forward takes no position_ids, or its config has no token that stands for an image.
+    A wrapper is a model one of whose parts is the language model with a head, and whose own forward takes no position_ids or
+    whose config names no image token.
     """
     sees = any(getattr(model.config, name, None) is not None for name in IMAGE_TOKEN_NAMES)
     if sees and "position_ids" in inspect.signature(model.forward).parameters:
@@ -112,11 +113,11 @@ def text_model(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def blank_images(model: PreTrainedModel, num_tokens: int) -> dict[str, torch.Tensor]:
-    """What the forward of a model that takes no text without images is given instead of them (Idefics): one image that no token
-    sees, as its processor makes of a text. Nothing for other models.
+    """Arguments that stand for images in a model whose forward requires them (Idefics): one blank image that no token sees, as
+    the model's processor makes for a text. An empty dict for other models.
 
-    The layers between the others that attend to images then have a closed gate behind them, so that `attention_forward` leaves
-    out what is before it.
+    For a token that sees no image, the model closes the gate after its cross-attention layers. So their result does not matter,
+    and `attention_forward` does not compute them.
     """
     if not _takes_blank_images(type(model).forward):
         return {}
@@ -133,5 +134,5 @@ def _takes_blank_images(forward: Callable[..., Any]) -> bool:
 
 
 def is_text(part: torch.nn.Module, config: PreTrainedConfig) -> bool:
-    """Whether a part of a model with this config is the language model, or holds it alone."""
+    """Whether a part of a model with this config is the language model, or wraps nothing but the language model."""
     return isinstance(part, PreTrainedModel) and part.config is config.get_text_config()

@@ -1,14 +1,13 @@
 """transformers' own continuous batching, `model.generate_batch(...)`, through fa_serve's kernels.
 
-It works on private pieces of transformers, and this file alone knows them: the paged cache and its layout, the arguments that
-ride along with a batch, and a test for the word "flash" in an implementation's name. Three features depend on that test: block
-tables for decoding steps, CUDA graphs, and asynchronous batches. fa_serve passes it (`enable`), because it needs no mask
-either.
+It uses private parts of transformers, which only this file knows: the paged cache and its layout, the arguments that ride along
+with a batch, and a test for the word "flash" in an implementation's name. Three features depend on that test: block tables for
+decoding steps, CUDA graphs, and asynchronous batches. fa_serve passes it (`enable`), because it needs no mask either.
 
-What a call brings tells how its release works. In 5.17 the implementation is called "paged|fa_serve" while a batch runs, and
-the attention function does all that the cache needs. Later the implementation keeps its name, and the attention function lets
-the cache store new keys (5.23), or the modules of a model let it store them before, and the attention function is given no
-cache (5.24).
+The arguments of a call show how the installed release works. In 5.17 the implementation is called "paged|fa_serve" while a
+batch runs, and the attention function does everything that the cache needs. In later releases the implementation keeps its
+name. There the attention function lets the cache store new keys (5.23), or the model's modules have let it store them before
+and the attention function gets no cache (5.24).
 
 Left out: the engine's paged cache (`paged.py`).
 """
@@ -50,14 +49,15 @@ def paged_attention(
 ) -> tuple[Tensor, None]:
     """Compute one layer of a batch of requests that are packed end to end.
 
-    query:      (1, num_heads, total, head_dim); key, value: the new ones, (1, num_kv_heads, total, head_dim or head_dim_v)
-    cache:      transformers' PagedAttentionCache, or None if it has stored the new keys already and told the rest in kwargs
-    kwargs:     what rides along with the batch: cu_seq_lens_q, cu_seq_lens_k, max_seqlen_q, block_table, ...
-    Returns out (1, total, num_heads, head_dim_v), and None in the place of the attention weights. Rows that belong to no
-    request, which pad a batch for CUDA graphs, are 0.
+    query:      (1, num_heads, total, head_dim)
+    key, value: new keys and values, (1, num_kv_heads, total, head_dim or head_dim_v)
+    cache:      transformers' PagedAttentionCache, or None if the cache has already stored the new keys and kwargs have the rest
+    kwargs:     arguments that ride along with the batch: cu_seq_lens_q, cu_seq_lens_k, max_seqlen_q, block_table, ...
+    Returns out (1, total, num_heads, head_dim_v), and None instead of the attention weights. Rows that belong to no request,
+    which pad a batch for CUDA graphs, are 0.
 
     Raises UnsupportedModelError for a call that does not come from `generate_batch`, for a position_bias, for keys that the
-    queries choose, and where transformers' cache does not fit the layer.
+    queries choose, and if transformers' cache does not fit the layer.
     """
     name = type(module).__name__
     stored = cache is None and "read_index" in kwargs
@@ -114,14 +114,14 @@ def paged_attention(
 
 
 class _CacheView:
-    """What one layer needs of transformers' cache for this batch, read in the way of the installed release.
+    """The parts of transformers' cache that one layer needs for this batch, read as the installed release requires.
 
-    key, value:       (total_k, num_kv_heads, head_dim): all keys and values of the requests; with a block_table, the new ones
+    key, value:       (total_k, num_kv_heads, head_dim): all keys and values of the requests; with a block_table, only new ones
     cu_seqlens_k:     (requests + 1,) int32, the new tokens included
     max_seqlen_k:     upper bound of the requests' lengths
-    window:           keys that a query sees, its own included, or None
+    window:           the number of keys that a query sees, its own key included, or None
     block_table:      (requests, max_pages) int32 in a decoding step, else None
-    k_cache, v_cache: (num_pages, page_size, num_kv_heads, head_dim), with a block_table
+    k_cache, v_cache: (num_pages, page_size, num_kv_heads, head_dim); set only with a block_table
     """
 
     key: Tensor
@@ -146,7 +146,7 @@ class _CacheView:
             )
 
     def _store(self, module: Any, cache: Any, key: Tensor, value: Tensor, kwargs: dict[str, Any]) -> None:
-        """Let the cache store new keys, or store them."""
+        """Let the cache store new keys, or (5.17) prepare to store them here."""
         by_layer = getattr(cache, "layer_to_allocator", None)
         holder = cache if by_layer is None else by_layer[self.layer_idx]
         if holder.head_dim != key.shape[-1]:
@@ -162,7 +162,7 @@ class _CacheView:
             self._read_stored(key, value, told, getattr(holder, "sliding_window", None))
 
     def _read_stored(self, key: Tensor, value: Tensor, told: dict[str, Any], window: int | None) -> None:
-        """The cache has stored new keys, and has added to the arguments what attention needs."""
+        """Read arguments to which the cache, after storing new keys, has added what attention needs."""
         self.window = window
         self.key = key[0].transpose(0, 1)
         self.value = value[0].transpose(0, 1)
@@ -174,7 +174,7 @@ class _CacheView:
             self.v_cache = told["v_cache"]
 
     def _read_as_in_5_17(self, cache: Any, key: Tensor, value: Tensor, kwargs: dict[str, Any]) -> None:
-        """5.17: the attention function does what the cache does later."""
+        """Read the view in 5.17, where the attention function does what the cache does in later releases."""
         self.window = cache.sliding_windows[self.layer_idx] if cache.sliding_windows[self.layer_idx] != 1 else None
         cu_seqlens_k = kwargs["cu_seq_lens_k"]
         max_seqlen_k = kwargs["max_seqlen_k"]
@@ -204,9 +204,9 @@ class _CacheView:
         self.v_cache = v_cache.view(-1, cache.block_size, *v_cache.shape[1:])
 
     def decode(self, q: Tensor, options: dict[str, Any]) -> Tensor:
-        """One token of each request -> (total, num_heads, head_dim).
+        """Compute one token of each request -> (total, num_heads, head_dim).
 
-        A request that only pads the batch has no keys, and -1 for its entries in the block table.
+        A request that only pads the batch has no keys, and its entries in the block table are -1.
         """
         lengths, slots = self._slots(options["cu_seqlens_q"], q.shape[0])
         store_kv(self.key, self.value, self.k_cache, self.v_cache, slots)
@@ -214,12 +214,12 @@ class _CacheView:
         return cast(Tensor, attention_paged(q, self.k_cache, self.v_cache, max_seqlen_q=1, **pages, **options))
 
     def _slots(self, cu_seqlens_q: Tensor, total: int) -> tuple[Tensor, Tensor]:
-        """(requests,) int32, the keys of each request, and (total,) int64, the slot of each new key; -1 for one that only pads.
+        """(requests,) int32, the number of keys of each request, and (total,) int64, the slot of each new key, -1 for padding.
 
-        They are the same for all layers of a step, so the first layer keeps them on `cu_seqlens_q`, a tensor that transformers
-        reuses in every step. The first layer of a step must not use those of the step before, nor those of the run before a
-        graph is captured, because the graph would then lack the kernels that compute them. Layers are called in rising order,
-        so a layer that does not come after the last one computes them again.
+        Both are the same for all layers of a step, so the first layer keeps them on `cu_seqlens_q`, a tensor that transformers
+        reuses in every step. The first layer of a step must not use the values of the previous step, nor the values of the run
+        before a graph is captured, because the graph would then lack the kernels that compute them. Layers are called in rising
+        order, so a layer whose index is not above that of the last caller computes them again.
         """
         found: tuple[int, Tensor, Tensor] | None = getattr(cu_seqlens_q, "fa_serve_slots", None)
         if found is not None and found[0] < self.layer_idx:
@@ -237,7 +237,7 @@ class _CacheView:
 
 
 def _window_by_config(module: Any) -> int | None:
-    """The window that transformers' cache keeps of a layer, which it finds in the config alone."""
+    """The window that transformers' cache keeps for a layer; transformers determines it from the config alone."""
     kinds = getattr(module.config, "layer_types", None)
     window: int | None = getattr(module.config, "sliding_window", None)
     return window if kinds is None or kinds[module.layer_idx] == "sliding_attention" else None
@@ -245,10 +245,10 @@ def _window_by_config(module: Any) -> int | None:
 
 @functools.lru_cache(maxsize=1)
 def enable() -> None:
-    """Let continuous batching treat fa_serve as it treats flash attention; called when a model first asks for fa_serve.
+    """Make continuous batching treat fa_serve like flash attention. This is called when a model first asks for fa_serve.
 
-    A function that a release of transformers lacks is left out. `generate_batch` then says that it does not know fa_serve, and
-    everything else works.
+    A function that a release of transformers lacks is not wrapped. `generate_batch` then raises an error that it does not know
+    fa_serve, and everything else works.
     """
     wrappers = {
         "is_flash_attention_requested": passes_for_flash,
@@ -267,7 +267,7 @@ def enable() -> None:
 
 
 def _synchronous(original: Any) -> Any:
-    """Refuse asynchronous batches. On a GPU that others kept busy they gave other tokens; why is unknown (see docs/log)."""
+    """Refuse asynchronous batches: on a GPU that was busy with other work they gave other tokens; why is unknown (docs/log)."""
 
     @functools.wraps(original)
     def resolve(config: Any, cb_config: Any, *args: Any, **kwargs: Any) -> Any:
@@ -286,7 +286,7 @@ def _synchronous(original: Any) -> Any:
 
 
 def _with_block_tables(original: Any) -> Any:
-    """Answer with functions of fa_serve; transformers only looks at whether there is one that takes block tables."""
+    """Return functions of fa_serve; transformers only checks whether there is a function that takes block tables."""
 
     @functools.wraps(original)
     def lazy_import(implementation: str | None, *args: Any, **kwargs: Any) -> Any:

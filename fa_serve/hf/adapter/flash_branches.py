@@ -2,14 +2,14 @@
 
     read_in_one_call(type(model))    # the towers of this model attend to all images and windows in one call
 
-The vision towers of Qwen2-VL and those like it read images end to end as one row. With flash attention they make one call of
-attention in each layer, with `cu_seqlens` for the borders of images or windows. With any other implementation they copy the
-borders to the host in each layer and make one call for each window: 25 for an image of 560 x 560 pixels. transformers tells
-the two apart by the word "flash" in the name of the implementation. `continuous.py` needs the same answer elsewhere. The length
-of the longest image is read from the device once for a forward, as with flash attention. Layers that are not told it read it
-themselves, each of them.
+The vision towers of Qwen2-VL and similar models read images end to end as one row. With flash attention, each layer makes one
+attention call, with `cu_seqlens` for the borders of images or windows. With any other implementation, each layer copies the
+borders to the host and makes one call for each window: 25 for an image of 560 x 560 pixels. transformers tells the two cases
+apart by the word "flash" in the name of the implementation. `continuous.py` needs the same answer in other places. The length
+of the longest image is read from the device once in a forward, as with flash attention. A layer that is not given this length
+reads it from the device itself.
 
-Left out: `Qwen2_5OmniToken2WavModel` asks too, in order to compute in float32, and then takes PyTorch's attention.
+Left out: `Qwen2_5OmniToken2WavModel`, which asks too, in order to compute in float32, and then uses PyTorch's attention.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ PAGED_NAME = f"paged|{NAME}"
 _ASKS = "is_flash_attention_requested"
 _LONGEST = "get_max_seqlen"
 _OF_FORWARD = "get_vision_attention_seqlens"
-"""What asks for the longest image before the layers. It stands in another module."""
+"""The function that asks for the longest image before the layers run. It is defined in another module than the towers."""
 
 
 def passes_for_flash(original: Any) -> Any:
-    """transformers' `is_flash_attention_requested`, which says yes of fa_serve as well."""
+    """A wrapper of transformers' `is_flash_attention_requested` that also says yes for fa_serve."""
 
     @functools.wraps(original)
     def is_flash_attention_requested(
@@ -45,8 +45,8 @@ def passes_for_flash(original: Any) -> Any:
 def read_in_one_call(model_class: type) -> None:
     """Let the towers in the modules of this class, and of its base classes, take the branch of flash attention.
 
-    Harmless when repeated. Modules without such a tower stay as they are: only those that ask for the longest of several packed
-    sequences have one.
+    Harmless when repeated. Modules without such a tower stay as they are. A module has one if it uses `get_max_seqlen`, the
+    length of the longest of several packed sequences.
     """
     for name in dict.fromkeys(base.__module__ for base in model_class.__mro__):
         module = sys.modules.get(name)
@@ -61,7 +61,7 @@ def read_in_one_call(model_class: type) -> None:
 
 
 def _longest_sequence(original: Any) -> Any:
-    """transformers' `get_max_seqlen`, which has an answer for fa_serve as well."""
+    """A wrapper of transformers' `get_max_seqlen` that also returns a length for fa_serve."""
 
     @functools.wraps(original)
     def get_max_seqlen(cu_seqlens: Tensor, config: Any, *args: Any, **kwargs: Any) -> int | None:

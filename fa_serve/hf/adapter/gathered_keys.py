@@ -1,18 +1,18 @@
-"""Models whose code needs the keys of all tokens before, in the engine's forward: they are given those of every sequence.
+"""Models whose own code needs the keys of all earlier tokens: in the engine's forward they get the keys of all sequences.
 
-    if gathers_keys(model):                         # noted on the model, which is looked at once
-        cache = GatheredKeys(position_ids, batch)   # in the place of the model's cache
+    if gathers_keys(model):                         # found once per model and noted on it
+        cache = GatheredKeys(position_ids, batch)   # in place of the model's cache
         model(..., past_key_values=cache, attention_mask=cache.mask(model.dtype))
 
-- A model may compute its attention itself (BLIP, GIT): it gives new keys and values to its cache, takes all of them from it,
-  and adds a mask to the scores. Here the mask says which of the keys each token sees.
-- A layer may make a bias for the scores from the places of all keys, which its cache tells (Inkling). The batch that rides
-  along then adds it.
+- A model may compute its attention itself (BLIP, GIT): it gives new keys and values to its cache, gets all keys and values back
+  from the cache, and adds a mask to the scores. Here the mask says which of the gathered keys each token sees.
+- A layer may compute a bias for the scores from the places of all keys, for which it asks its cache (Inkling). The batch that
+  rides along then adds the bias.
 
-So the code of the model runs as it is, over products of all tokens with all keys of the step: that is right for any mask, bias
-and code, and slow.
+So the model's code runs as it is and multiplies all tokens of the step with all keys of all its sequences. That is slow, but
+right for any mask, bias and code.
 
-Left out: whether the logits are those of the model alone, which probe.py proves.
+Left out: whether the logits equal those of the model without the engine, which probe.py proves.
 """
 
 from __future__ import annotations
@@ -35,11 +35,13 @@ _NOTES = ("_fa_serve_own_attention", "_fa_serve_bias_of_places")
 
 @runtime_checkable
 class GathersKeys(Protocol):
-    """A batch that keeps keys and values for such code."""
+    """A batch that stores keys and values, and returns those of all sequences to the model's code."""
 
     def gather(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Store keys and values (1, heads, total, dim) of the step, whose further rows are copies -> those of all sequences
-        (1, heads, n, dim)."""
+        """Store this step's keys and values (1, heads, total, dim) -> keys and values of all sequences (1, heads, n, dim).
+
+        Rows past the number of tokens of the step are copies and are not stored.
+        """
         ...
 
     def visible(self) -> Tensor:
@@ -47,12 +49,12 @@ class GathersKeys(Protocol):
         ...
 
     def places(self) -> Tensor | None:
-        """The places of these keys in their sequences, (n,) int64; None if the tokens of the step are all there is."""
+        """The places of these keys in their sequences, (n,) int64; None if the only keys are those of the step's tokens."""
         ...
 
 
 class GatheredKeys(StepCache):
-    """What such a model is given as its cache. position_ids: (total,) int64. Raises UnsupportedModelError for another batch"""
+    """The cache that such a model gets. position_ids: (total,) int64. Raises UnsupportedModelError if batch gathers no keys"""
 
     def __init__(self, position_ids: Tensor, batch: Any) -> None:
         super().__init__(position_ids, getattr(batch, "states", None))
@@ -61,21 +63,21 @@ class GatheredKeys(StepCache):
         self._batch = batch
 
     def mask(self, dtype: torch.dtype) -> Tensor:
-        """What is added to the scores, (1, 1, total, n): 0 where a token sees a key."""
+        """The mask that is added to the scores, (1, 1, total, n): 0 where a token sees a key, else the dtype's minimum."""
         seen = self._batch.visible().to(self.position_ids.device)
         missing = len(self.position_ids) - len(seen)
         seen = torch.cat([seen, seen[-1:].expand(missing, -1)])
         return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill(~seen, torch.finfo(dtype).min)[None, None]
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, Tensor]:
-        """How many keys there are, and what is missing from their numbers to their places."""
+        """The number of keys, and what must be added to the index of each key to get its place in its sequence."""
         places = self._batch.places()
         if places is None:
             return query_length, self.get_seq_length()
         return len(places), places - torch.arange(len(places), device=places.device)
 
     def get_query_offset(self, layer_idx: int) -> Tensor:
-        """The same for the tokens of the step."""
+        """What must be added to the index of each token of the step to get its place in its sequence."""
         return self.get_seq_length(layer_idx)
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -83,7 +85,7 @@ class GatheredKeys(StepCache):
 
 
 def computes_attention(model: PreTrainedModel) -> bool:
-    """Whether the code of a model computes its attention itself, from keys and values that its cache gives it."""
+    """Whether the code of a model computes its attention itself, from keys and values that its cache returns."""
     if _NOTES[0] not in model.__dict__:
         model.__dict__[_NOTES[0]] = (
             read_source(type(model)).chooses_by_name
@@ -94,7 +96,7 @@ def computes_attention(model: PreTrainedModel) -> bool:
 
 
 def gathers_keys(model: PreTrainedModel) -> bool:
-    """Whether a model needs `GatheredKeys`: it computes its attention itself, or layers make a bias of places."""
+    """Whether a model needs `GatheredKeys`: it computes its attention itself, or its layers compute a bias from places."""
     if _NOTES[1] not in model.__dict__:
         model.__dict__[_NOTES[1]] = computes_attention(model) or any(map(adds_bias_of_places, model.modules()))
     return bool(model.__dict__[_NOTES[1]])

@@ -1,4 +1,4 @@
-"""Whether steps of the engine are right for a model that computes its attention itself: compared with the model alone.
+"""Proves that the engine's steps are right for a model that computes its attention itself, by comparing them with the model.
 
     if not steps_are_right(model, layers): ...       # layers: AttentionSpec by layer_idx
 
@@ -22,12 +22,13 @@ _BLOCK_TABLE = ((2, 0), (1, 3))
 _STEPS = ((5, 3), (1, 1))
 """Tokens of each of two sequences in each of two steps: chunks, then single tokens."""
 _TOLERANCE = 64
-"""In units of the dtype's precision of the largest logit. Random positions or a token too many change logits by thousands."""
+"""The largest allowed difference of logits, in units of the dtype's eps times the largest logit. Random positions, or one token
+too many, change logits by thousands of units."""
 
 
 @torch.no_grad()
 def steps_are_right(model: PreTrainedModel, layers: Mapping[int, AttentionSpec]) -> bool:
-    """Whether both sequences have the logits in these steps that each of them has in the model's own forward."""
+    """Whether both sequences get the same logits in these steps as each of them gets alone in the model's own forward."""
     device = model.device
     caches = {i: _empty_cache(layer, device) for i, layer in layers.items()}
     vocab = cast(Any, model).get_input_embeddings().num_embeddings
@@ -50,7 +51,7 @@ def steps_are_right(model: PreTrainedModel, layers: Mapping[int, AttentionSpec])
 
 
 def _empty_cache(layer: AttentionSpec, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Pages of one layer, which hold anything."""
+    """Pages of one layer, filled with NaN, as memory that nothing has been written to may be."""
     pages = len(_BLOCK_TABLE) * len(_BLOCK_TABLE[0])
     shape = (pages, _PAGE_SIZE, layer.num_kv_heads)
     keys, values = (

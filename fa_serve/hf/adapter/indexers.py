@@ -3,15 +3,16 @@
     for module in find_indexers(model):
         module.forward = SeatedIndexer(module, IndexerRotation("halves"))
 
-An indexer gives each token some small queries, a key and weights. It caches the key, scores the keys of all tokens before, and
-returns the places of the best ones, which its model passes to attention as `indices`. No module is recognised by the name of
-its class: its own code calls `update_indexer` of the cache. A `SeatedIndexer` computes queries, key and weights by the module's
-own parts, and the batch that rides along chooses by them. So `indices` are slots of the paged cache then, and a model may pass
-them on to later layers, whose pages are the same (GLM). Without a batch, as in `generate`, the module's own code runs.
+An indexer computes some small queries, a key and weights for each token. It caches the key, scores the keys of all earlier
+tokens, and returns the places of the best keys, which its model passes to attention as `indices`. Indexers are not recognised
+by class name, but because their own code calls `update_indexer` of the cache. A `SeatedIndexer` computes queries, key and
+weights with the module's own parts, and the batch that rides along chooses keys by them. Then `indices` are slots of the paged
+cache, and a model may pass them on to later layers, whose pages are the same (GLM). Without a batch, as in `generate`, the
+module's own code runs.
 
-The keys of the indexer of layer i are cached as layer `indexer_layer(i)`, in the same pages as those of its attention.
+The keys of the indexer of layer i are cached as layer `indexer_layer(i)`, in the same pages as the keys of its attention.
 
-Left out: whether the result is that of the module's own code, which surgery/indexers.py proves.
+Left out: whether the result equals that of the module's own code, which surgery/indexers.py proves.
 """
 
 from __future__ import annotations
@@ -45,12 +46,12 @@ _ARGUMENTS = ("hidden_states", "q_resid", "position_embeddings", "attention_mask
 
 
 class IndexCall(NamedTuple):
-    """What an indexer chooses keys by.
+    """The values by which an indexer chooses keys.
 
     query:   (total, heads, dim), with rotary embedding
     key:     (total, dim), of the same tokens
-    weights: (total, heads) float32, of the heads' products. They hold the scale of the products
-    topk:    how many keys a query chooses at most
+    weights: (total, heads) float32: the weight of each head's product in the score, with the scale of the products in it
+    topk:    the largest number of keys that a query chooses
     """
 
     module: nn.Module
@@ -62,26 +63,26 @@ class IndexCall(NamedTuple):
 
 @runtime_checkable
 class ChoosesKeys(Protocol):
-    """A batch that answers for indexers."""
+    """A batch that chooses keys in place of indexers."""
 
     def choose(self, call: IndexCall) -> Tensor:
-        """The keys that each query attends to, (1, total, n) integers that `attend` of the same batch is given as `indices`."""
+        """The keys that each query attends to, (1, total, n) integers, which `attend` of the same batch gets as `indices`."""
         ...
 
 
 def find_indexers(model: nn.Module) -> list[nn.Module]:
-    """The modules whose own forward caches the key of an indexer, in the order of the model; those of pools are left out."""
+    """The modules whose own forward caches an indexer's key, in the order of the model, without those of `short_choices.py`."""
     pools = {module for module, _ in find_short_choices(model)}
     return [module for module in model.modules() if module not in pools and "update_indexer" in _names_of(module)]
 
 
 def indexer_layer(layer_idx: int) -> int:
-    """Where the cache keeps the keys of the indexer of a layer: a number that no layer has."""
+    """The key under which caches hold the keys of a layer's indexer: a negative number, which no layer has."""
     return ~layer_idx
 
 
 def require_parts(module: nn.Module) -> None:
-    """Raise UnsupportedModelError for an indexer with other parts, or other arguments, than `SeatedIndexer` computes with."""
+    """Raise UnsupportedModelError for an indexer whose parts or arguments are not those that `SeatedIndexer` works with."""
     missing = [name for name in _PARTS if not hasattr(module, name)]
     if missing:
         raise UnsupportedModelError(f"{type(module).__name__} chooses keys by code that has no replacement: no {missing[0]}")
@@ -99,14 +100,14 @@ def _names_of(module: nn.Module) -> set[str]:
 
 
 class IndexerRotation(NamedTuple):
-    """The rotary embedding of an indexer. at_end: the rotated numbers of a head are its last ones, not its first"""
+    """The rotary embedding of an indexer. at_end: whether the last numbers of a head are rotated, and not its first"""
 
     pairing: Pairing
     at_end: bool = False
 
 
 class SeatedIndexer:
-    """The forward of an indexer, which lets the batch that rides along choose."""
+    """The forward of an indexer that lets the batch that rides along choose the keys."""
 
     def __init__(self, module: nn.Module, rotation: IndexerRotation) -> None:
         self.module = module
@@ -135,8 +136,10 @@ class SeatedIndexer:
         return batch.choose(self.call_of(hidden_states, q_resid, position_embeddings))
 
     def call_of(self, hidden_states: Tensor, q_resid: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> IndexCall:
-        """What the module makes of tokens: hidden_states (1, total, hidden), q_resid (1, total, q_lora_rank), and cos and sin
-        (1, total, rope)."""
+        """The values by which the module chooses keys for these tokens.
+
+        hidden_states: (1, total, hidden); q_resid: (1, total, q_lora_rank); position_embeddings: cos and sin, (1, total, rope)
+        """
         module: Any = self.module
         q = module.wq_b(q_resid)[0].view(-1, module.n_heads, module.head_dim)
         # some models keep the norm in float32
@@ -148,9 +151,9 @@ class SeatedIndexer:
         return IndexCall(module, query, self._rotated(k, cos, sin), weights * scale, int(module.index_topk))
 
     def _rotated(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """The rotated numbers come first, and where pairs are neighbours, all their first numbers before the others.
+        """Rotate x -> the rotated numbers, then the others. The first numbers of all pairs come before the second numbers.
 
-        Queries and keys are in the same order, which their products do not show.
+        This order may differ from the module's, but it is the same for queries and keys, so their products do not change.
         """
         rope = 2 * cos.shape[-1]
         turned, rest = (x[..., -rope:], x[..., :-rope]) if self.rotation.at_end else (x[..., :rope], x[..., rope:])

@@ -1,12 +1,13 @@
-"""Layers with latent attention that keep their own code, and leave latent keys in the engine's cache nevertheless.
+"""Layers with latent attention that run their own code, and still put latent keys in the engine's cache.
 
     attention.expand_kv = LatentKeys(attention, sizes)
 
-transformers' modules of latent attention (DeepSeek V3.2, GLM-DSA, A.X-K2, Mistral 4) make the keys and values of all heads in
-the method `expand_kv`. In a forward on a paged cache, `LatentKeys` in its place returns what that method is given:
-the latent vectors and rotated keys, as one key for all heads, whose values are its first numbers. The batch that caches them
-lets it make queries that fit, and values of what attention returns (see surgery/fuse/latent.py for the equations). So queries,
-gates, and keys that queries choose are computed by the module's own code. Without a batch on pages, so is `expand_kv`.
+transformers' modules of latent attention (DeepSeek V3.2, GLM-DSA, A.X-K2, Mistral 4) compute the keys and values of all heads
+in the method `expand_kv`. In a forward on a paged cache, `LatentKeys` replaces this method and returns the method's arguments:
+the latent vectors and rotated keys, joined to one key for all heads, whose first numbers are also the values. The batch that
+caches this key calls `absorbed` for queries that fit it, and `values` to turn the output of attention into values of the heads
+(see surgery/fuse/latent.py for the equations). So the module's own code computes queries, gates and the keys that queries
+choose. Without a batch on a paged cache, the module's own `expand_kv` runs.
 
 Left out: whether a module's `expand_kv` is a product with one matrix, which surgery/latent_keys.py proves, and layers that are
 fused (surgery/fuse).
@@ -31,7 +32,7 @@ class HoldsPages(Protocol):
 
 
 class LatentKeys:
-    """Takes the place of a module's `expand_kv`. sizes: of the parts of keys and values"""
+    """Replaces a module's `expand_kv`. sizes: sizes of the parts of keys and values"""
 
     def __init__(self, module: nn.Module, sizes: LatentSizes) -> None:
         self.module = module
@@ -39,7 +40,7 @@ class LatentKeys:
         self._key: Tensor | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy of the module has keys that belong to the copy."""
+        """Copying the module makes a LatentKeys for the copy."""
         return LatentKeys, (self.module, self.sizes)
 
     def __call__(self, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
@@ -50,7 +51,7 @@ class LatentKeys:
         return self._key, self._key[..., : self.sizes.rank]
 
     def takes(self, key: Tensor) -> bool:
-        """Whether a call of attention has this latent key, which is asked for once."""
+        """Whether `key` is the latent key that was returned last. Can be asked once, because the key is then forgotten."""
         found = self._key is key
         self._key = None
         return found
@@ -61,7 +62,7 @@ class LatentKeys:
         return cast("tuple[Tensor, Tensor]", own.expand_kv(self.module, kv_nope, k_rot))
 
     def absorbed(self, query: Tensor) -> Tensor:
-        """Queries (total, num_heads, nope + rope) -> (total, num_heads, rank + rope), whose products are with latent keys."""
+        """Queries (total, num_heads, nope + rope) -> queries for latent keys (total, num_heads, rank + rope)."""
         rank, rope, nope, _ = self.sizes
         absorbed = query.new_empty(*query.shape[:2], rank + rope)
         absorbed[..., rank:] = query[..., nope:]
@@ -69,7 +70,7 @@ class LatentKeys:
         return absorbed
 
     def values(self, out: Tensor) -> Tensor:
-        """Means of latent vectors (total, num_heads, rank) -> of values, (total, num_heads, head_dim_v)."""
+        """Means of latent vectors (total, num_heads, rank) -> means of values (total, num_heads, head_dim_v)."""
         return torch.bmm(out.transpose(0, 1), self._up[:, self.sizes.nope :].transpose(1, 2)).transpose(0, 1)
 
     @property

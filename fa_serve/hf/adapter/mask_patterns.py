@@ -1,16 +1,17 @@
-"""The pattern behind a mask function of transformers: a window or chunks of keys, or packed sequences, or nothing we know.
+"""Recognises the pattern of a mask function of transformers: a window of keys, chunks of keys, or packed sequences.
 
     classify(causal_mask_function)                                # Pattern(window_size=(-1, 0), sequences=None)
     classify(sliding_window_causal_mask_function(128))            # Pattern(window_size=(127, 0), sequences=None)
     classify(chunked_causal_mask_function(8192, padding))         # Pattern(window_size=(-1, 0), chunks=Chunks(8192, padding))
 
-transformers describes a mask by a function of (batch, head, query, key) indices, which it composes of closures. Closures of one
-function share its code object, so the code objects and the closed-over values tell how a mask function was composed.
+transformers describes a mask by a function of (batch, head, query, key) indices, which it composes of closures. All closures
+that one function makes share a code object, so the code objects and the closed-over values show how a mask function was
+composed.
 
-A mask that Gemma 3 makes for embeddings is a union of a causal one with one that its module defines. Such functions are told
-by their bytecode, because importing the module for its code object would take a second.
+A mask that Gemma 3 makes for embeddings is the union of a causal mask and a mask function that Gemma 3's module defines. Such
+functions are recognised by their bytecode, because importing that module to get the code object would take a second.
 
-Left out: calling a mask function. A composition that is not listed here is no pattern, whatever it computes.
+Left out: calling a mask function. A composition that is not listed here has no pattern (None), whatever it computes.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ MaskFunction = Callable[..., Any]
 
 
 class Chunks(NamedTuple):
-    """A query sees the keys of the same chunk only (Llama 4). The first chunk begins behind the padding on the left.
+    """A query sees only keys of its own chunk (Llama 4). The first chunk begins after the padding on the left.
 
     length:       keys in a chunk
     left_padding: (batch,) int64: keys of padding before the first token
@@ -50,11 +51,11 @@ class Chunks(NamedTuple):
 
 
 class Pattern(NamedTuple):
-    """What a kernel can apply without a mask.
+    """The keys that queries see, in a form that a kernel can apply without a mask tensor.
 
     window_size: (left, right) as in `fa_serve.api`; right is 0 if causal
     sequences:   (batch, seqlen) int64, the number of the packed sequence that each token belongs to, or None
-    chunks:      of a causal pattern without a window, or None
+    chunks:      only in a causal pattern without a window; else None
     """
 
     window_size: tuple[int, int]
@@ -67,12 +68,12 @@ class Pattern(NamedTuple):
 
 
 def _everything() -> MaskFunction:
-    """What Gemma 3 has in its forward for layers without a window, in both directions."""
+    """The mask function in Gemma 3's forward for layers without a window that attend in both directions."""
     return lambda *args: torch.tensor(True, dtype=torch.bool)
 
 
 def _window_both_ways(sliding_window: int) -> MaskFunction:
-    """`_bidirectional_window_overlay` of Gemma 3: as many keys on each side, the query included."""
+    """`_bidirectional_window_overlay` of Gemma 3: `sliding_window` keys on each side, the query included."""
 
     def inner_mask(batch_idx: int, head_idx: int, q_idx: int, kv_idx: int) -> bool:
         return abs(q_idx - kv_idx) < sliding_window
@@ -117,7 +118,7 @@ def classify(mask_function: MaskFunction) -> Pattern | None:
 
 
 def tells_packs(mask_function: MaskFunction) -> bool:
-    """Whether a mask function, or one that it is composed of, keeps packed sequences apart."""
+    """Whether a mask function, or a function that it is composed of, keeps packed sequences apart."""
     code = _code(mask_function)
     if code is _PACKED:
         return True
@@ -127,9 +128,10 @@ def tells_packs(mask_function: MaskFunction) -> bool:
 
 
 def split_blocks(mask_function: MaskFunction) -> tuple[MaskFunction, Tensor] | None:
-    """A mask function without the blocks that attend both ways, and (batch, seqlen) int64: the block of each token, or -1.
+    """Split off the blocks of tokens that attend to each other both ways.
 
-    None if the mask function has no such blocks.
+    Returns the mask function without these blocks, and (batch, seqlen) int64: the block of each token, or -1. Returns None if
+    the mask function has no such blocks.
     """
     if _code(mask_function) is not _OR:
         return None
@@ -140,7 +142,7 @@ def split_blocks(mask_function: MaskFunction) -> tuple[MaskFunction, Tensor] | N
 
 
 def _classify_union(parts: Any) -> Pattern | None:
-    """`or_masks(first, second)`, where the second one sees all that the first one sees, in both directions."""
+    """The pattern of `or_masks(first, second)`, if the second function sees in both directions all that the first one sees."""
     if len(parts) != 2:
         return None
     first = classify(parts[0])
@@ -155,7 +157,7 @@ def _classify_union(parts: Any) -> Pattern | None:
 
 
 def _same_bytecode(function: Any, code: CodeType) -> bool:
-    """Whether a function has the same instructions as that code, names and constants included. Its docstring does not count."""
+    """Whether a function has the same instructions, names and constants as `code`. Its docstring does not count."""
     own = _code(function)
     facts = ("co_code", "co_names", "co_freevars", "co_varnames", "co_argcount")
     return (
@@ -164,12 +166,12 @@ def _same_bytecode(function: Any, code: CodeType) -> bool:
 
 
 def _consts(code: CodeType) -> list[Any]:
-    """The constants of a function, without its docstring, or the None in the place of one."""
+    """The constants of a function without its docstring, or without the None that stands for a missing docstring."""
     return [each for each in code.co_consts if each is not None and not isinstance(each, str)]
 
 
 def _classify_packed(first: MaskFunction, second: MaskFunction) -> Pattern | None:
-    """`and_masks(first, second)`, where one of the two says which tokens belong to the same packed sequence."""
+    """The pattern of `and_masks(first, second)`, if one of the two says which tokens belong to the same packed sequence."""
     packed, other = (first, second) if _code(first) is _PACKED else (second, first)
     if _code(packed) is not _PACKED:
         return None

@@ -5,7 +5,7 @@ padding or packed sequences, a kernel can apply it from a few numbers and skip t
 returns an `ImplicitMask`, which holds these numbers and is never formed. Otherwise (image blocks, users' masks) it returns the
 bool tensor of 4 dimensions that transformers' sdpa would get.
 
-Left out: what a mask function of transformers stands for, which `mask_patterns.py` knows.
+Left out: the pattern that a mask function of transformers stands for (`mask_patterns.py`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from fa_serve.hf.adapter.models import handles_mask
 from fa_serve.hf.adapter.packs import refuse_untold_positions, running_packs
 from fa_serve.spec import UnsupportedModelError
 
-# Devices with kernels that take packed keys, and with a decoding kernel that takes a mask over keys.
+# Device types with kernels that take packed keys, and with a decoding kernel that takes a mask over keys.
 KERNELS_ON = {"cuda"}
 
 
@@ -56,13 +56,13 @@ class PackedKeys:
 
 @dataclass(frozen=True, eq=False)
 class ImplicitMask:
-    """A mask that a kernel applies from a few numbers. It takes the place of a mask tensor on its way through a model.
+    """A mask that a kernel applies from a few numbers. A model passes it to its layers in place of a mask tensor.
 
-    window_size: (left, right) as in `fa_serve.api`, aligned to the last of the keys that count; right is 0 if causal
-    num_keys:    how many of the first keys count, because a static cache hands out all of its room; None: all of them
-    key_mask:    (1 or batch, 1, 1, keys) bool, False where a key is padding; or None
+    window_size: (left, right) as in `fa_serve.api`, aligned to the last key of the first `num_keys`; right is 0 if causal
+    num_keys:    only the first `num_keys` keys count, because a static cache passes its free room too; None: all keys count
+    key_mask:    (1 or batch, 1, 1, keys) bool, False where a key is hidden, such as padding; or None
     cu_seqlens:  (n + 1,) int32: a batch of 1 holds n sequences packed end to end, which do not see each other; or None
-    packed_keys: the keys that `key_mask` leaves, where kernels take them packed; or None
+    packed_keys: the keys that `key_mask` shows, packed, if kernels can compute them so; or None
     attention_chunk: keys per chunk as in `fa_serve.api`, counted from the first key that is passed; 0 without chunks
     only_last_queries: only the last queries are passed, while `cu_seqlens`, or a caller's cu_seq_lens_q, counts all of them
     """
@@ -75,13 +75,13 @@ class ImplicitMask:
     attention_chunk: int = 0
     only_last_queries: bool = False
 
-    # transformers reads these of a mask that was made ahead of the forward, and hands it to `mask_forward`
+    # transformers reads these attributes of a mask that was made before the forward, and then passes the mask to `mask_forward`
     ndim = 4
     shape = (0, 0, 0, 0)
 
     @property
     def is_dense(self) -> bool:
-        """Whether all keys that are passed count, as a dense batch, apart from `window_size` and `key_mask`."""
+        """Whether the call is a dense batch in which only `window_size`, `attention_chunk` and `key_mask` hide keys."""
         return self.num_keys is None and self.cu_seqlens is None and self.packed_keys is None
 
     def to(self, *args: Any, **kwargs: Any) -> ImplicitMask:
@@ -103,8 +103,8 @@ class ImplicitMask:
     def __getitem__(self, index: tuple[slice, slice, slice, slice]) -> ImplicitMask:
         """mask[:, :, -n:, :], the mask of the last n queries.
 
-        Gemma 4 (later than transformers 5.17) computes only the queries whose logits are kept in layers that share the keys of
-        other layers. A window is aligned to the last key, so it holds for the last queries as it is.
+        In layers that share the keys of other layers, Gemma 4 (in releases after transformers 5.17) computes only the queries
+        whose logits are kept. A window is aligned to the last key, so it holds unchanged for the last queries.
         """
         everything = slice(None)
         queries = index[2]
@@ -134,7 +134,10 @@ _blocks: ContextVar[list[Tensor] | None] = ContextVar("fa_serve_blocks", default
 
 @contextmanager
 def leaving_out_blocks() -> Iterator[list[Tensor]]:
-    """Inside, blocks that attend both ways are left out of masks. Yields what is left out: the block of each token, or -1."""
+    """Inside, masks are made without blocks of tokens that attend to each other both ways.
+
+    Yields a list, to which each mask that had such blocks appends the block of each token, (batch, seqlen) int64, or -1.
+    """
     found: list[Tensor] = []
     token = _blocks.set(found)
     try:
@@ -144,12 +147,12 @@ def leaving_out_blocks() -> Iterator[list[Tensor]]:
 
 
 class _Request(NamedTuple):
-    """What transformers tells of the forward that it wants a mask for.
+    """What transformers says about the forward that it wants a mask for.
 
-    q_offset:  the position of the first query; a tensor while a static cache is filled
+    q_offset:  the position of the first query; a tensor if the forward fills a static cache
     kv_offset: the position of the first key, which is not 0 for a sliding cache that has rolled
     padding:   (batch, any length) bool, False is padding, or None
-    cu_seqlens: (n + 1,) int32: where packed sequences begin, as the caller told the model; or None
+    cu_seqlens: (n + 1,) int32: where packed sequences begin, if the caller told the model; or None
     """
 
     batch_size: int
@@ -176,19 +179,19 @@ def mask_forward(
 ) -> Tensor | ImplicitMask:
     """Make the mask of a forward; transformers calls this once per forward and kind of layer.
 
-    q_offset:       position of the first query, a tensor while a static cache is filled; kv_offset: that of the first key
-    mask_function:  which key a query sees, see `mask_patterns.py`
-    attention_mask: (batch, any length) bool, False is padding; or None; or an ImplicitMask made ahead of the forward, which is
-                    returned
-    allow_is_causal_skip, allow_is_bidirectional_skip: False asks for a tensor, because the caller works on the mask
-    config:         the model's
+    q_offset:       position of the first query, a tensor if a static cache is filled; kv_offset: position of the first key
+    mask_function:  says which keys a query sees, see `mask_patterns.py`
+    attention_mask: (batch, any length) bool, False is padding; or None; or an ImplicitMask that was made before the forward,
+                    which is returned as it is
+    allow_is_causal_skip, allow_is_bidirectional_skip: False asks for a tensor, because the caller computes with the mask
+    config:         the config of the model
     Returns an ImplicitMask, or bool (batch, 1, q_length, kv_length), True where a query sees a key.
 
-    Raises UnsupportedModelError for an attention_mask of other than two dimensions.
+    Raises UnsupportedModelError for an attention_mask that does not have two dimensions.
     """
     if isinstance(attention_mask, ImplicitMask):
         return attention_mask
-    if attention_mask is not None and attention_mask.dim() != 2:  # transformers passes one of four dimensions to the layers
+    if attention_mask is not None and attention_mask.dim() != 2:  # a mask of 4 dimensions goes to the layers, not here
         raise UnsupportedModelError(
             "attention_mask must have 2 dimensions, (batch, keys), or 4, (batch, heads, queries, keys), got shape "
             f"{tuple(attention_mask.shape)}: pass attention_mask[:, None] if it is (batch, queries, keys)"
@@ -198,14 +201,14 @@ def mask_forward(
     if blocks is not None and (split := split_blocks(mask_function)) is not None:
         mask_function, sequence_ids = split
         blocks.append(sequence_ids)
-        allow_is_causal_skip = True  # transformers forbids it for the sake of the blocks
+        allow_is_causal_skip = True  # transformers forbids it only because of the blocks
     request = _Request(batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask)
     mask_function, request = _with_told_packs(mask_function, request, config, tracing)
     pattern = None if handles_mask(config) else _pattern(mask_function, tracing)
     if pattern is not None:
         implicit = _mask_of_one_query(request, pattern, tracing)
         if implicit is None and not tracing:  # a traced forward cannot read its padding
-            # packed sequences are never allowed to be skipped, and are described in any case
+            # for packed sequences transformers allows no skip, but `_mask_of_queries` describes them anyway
             may_skip = allow_is_causal_skip if pattern.is_causal else allow_is_bidirectional_skip
             implicit = _mask_of_queries(request, pattern, may_skip)
         if implicit is not None:
@@ -228,10 +231,11 @@ def mask_forward(
 def _with_told_packs(
     mask_function: MaskFunction, request: _Request, config: Any, tracing: bool
 ) -> tuple[MaskFunction, _Request]:
-    """The mask function and the request with the packed sequences that the caller told the model, whose code may not know them.
+    """Add the packed sequences that the caller told the model to the mask function and the request.
 
-    Keys of a cache, and padding, are left to the words of each layer's call. Raises UnsupportedModelError for positions that
-    start again without a word to the mask.
+    The model's own code may make its masks without them. A forward with keys in a cache or with padding is returned unchanged:
+    there the arguments of each layer's call must tell the sequences apart. Raises UnsupportedModelError for position_ids that
+    start again if nothing else tells the sequences apart.
     """
     packs = running_packs(request.batch_size, request.q_length)
     if packs is None:
@@ -264,8 +268,8 @@ def _pattern(mask_function: MaskFunction, tracing: bool) -> Pattern | None:
 def _mask_of_one_query(request: _Request, pattern: Pattern, tracing: bool) -> ImplicitMask | None:
     """The mask of one causal query per row on a device with kernels, made without waiting for the device; else None.
 
-    In a step that is repeated for each token, the host must not wait. So padding is passed on without a look at whether there
-    is any. For a static cache, the mask also hides the room behind the keys.
+    In a step that is repeated for each token, the host must not wait. So padding is passed on without checking whether there is
+    any. For a static cache, the mask also hides the free room after the keys.
     """
     q_offset = request.q_offset
     is_static = isinstance(q_offset, Tensor)
@@ -280,8 +284,8 @@ def _mask_of_one_query(request: _Request, pattern: Pattern, tracing: bool) -> Im
         chunks = None  # all keys are in the first chunk
     padding = prepare_padding_mask(request.padding, kv_length, request.kv_offset)
     if padding is not None and padding.shape[1] != kv_length:
-        # Copied, because a kernel that gets an address other than a multiple of 16 is launched through the JIT, in every layer.
-        # Contiguous, because CUDA graphs of a compiled step are recorded again for each stride.
+        # Copied, because a kernel that gets an address that is not a multiple of 16 is launched through Triton's JIT, in every
+        # layer. Contiguous, because a compiled step records its CUDA graphs again for each new stride.
         kv_end = request.kv_offset + kv_length
         padding = padding[:, request.kv_offset : kv_end].clone(memory_format=torch.contiguous_format)
     if chunks is None and not is_static and q_offset + 1 - request.kv_offset == kv_length:
@@ -296,10 +300,10 @@ def _mask_of_one_query(request: _Request, pattern: Pattern, tracing: bool) -> Im
 
 
 def _mask_of_queries(request: _Request, pattern: Pattern, may_skip: bool) -> ImplicitMask | None:
-    """The mask of any number of queries. It looks at the device: at the offset of a static cache, and for padding."""
+    """The mask of any number of queries. It waits for the device to read the offset of a static cache and to find padding."""
     q_offset = request.q_offset
     if isinstance(q_offset, Tensor) and request.q_length > 1 and pattern.is_causal and not q_offset.is_meta:
-        # a chunk of a prompt behind a static cache: the kernel for it saves more than the host waits
+        # a chunk of a prompt after the keys of a static cache: its kernel saves more time than the host loses by waiting
         q_offset = int(q_offset)
     implicit = _aligned(request._replace(q_offset=q_offset), pattern.window_size)
     if implicit is None:
@@ -315,7 +319,7 @@ def _mask_of_queries(request: _Request, pattern: Pattern, may_skip: bool) -> Imp
     if padding is not None:
         kv_end = request.kv_offset + (implicit.num_keys or request.kv_length)
         padding = padding[:, request.kv_offset : kv_end]
-        # a model that is tried out on the meta device has no padding to look at
+        # on the meta device, where models are only tried out, padding has no values to look at
         padding = None if padding.is_meta or padding.all() else padding
     packed_keys = _packed_keys(padding, pattern, request.q_length)
     if not _chunks_begin_at_first_key(request, pattern, packed_keys):
@@ -328,10 +332,10 @@ def _chunk_length(pattern: Pattern) -> int:
 
 
 def _chunks_begin_at_first_key(request: _Request, pattern: Pattern, packed_keys: PackedKeys | None) -> bool:
-    """Whether a kernel, which counts chunks from the first key that it is given, places them right. It may wait for the device.
+    """Whether a kernel places the chunks right: it counts them from the first key that it is given. May wait for the device.
 
-    transformers counts them from the first token of each row, which padding on the left and a cache that has rolled move. The
-    row of a query in the padding may hold anything.
+    transformers counts chunks from the first token of each row, whose place changes with padding on the left and with a cache
+    that has rolled. The output of a query that is padding does not matter.
     """
     chunks = pattern.chunks
     if chunks is None or request.kv_offset + request.kv_length <= chunks.length:
@@ -343,12 +347,12 @@ def _chunks_begin_at_first_key(request: _Request, pattern: Pattern, packed_keys:
 
 
 def _aligned(request: _Request, window_size: tuple[int, int]) -> ImplicitMask | None:
-    """The window and how many keys it is aligned to, or None where no kernel aligns a window so."""
+    """The window and the number of keys whose last one it is aligned to, or None if no kernel can align it there."""
     if window_size == (-1, -1):
         return ImplicitMask(window_size)
     if isinstance(request.q_offset, Tensor):
         return None
-    # the last query stands at the last key that counts; a static cache has room behind it
+    # the last query is at the place of the last key that counts; a static cache has free room after this key
     num_keys = request.q_offset + request.q_length - request.kv_offset
     if num_keys == request.kv_length:
         return ImplicitMask(window_size)
@@ -358,14 +362,14 @@ def _aligned(request: _Request, window_size: tuple[int, int]) -> ImplicitMask | 
 
 
 def _over_keys(padding: Tensor | None) -> Tensor | None:
-    """(batch, keys) -> (batch, 1, 1, keys), once for all layers."""
+    """(batch, keys) -> (batch, 1, 1, keys), made once here, and not again in each layer."""
     return None if padding is None else padding[:, None, None]
 
 
 def _packed_keys(padding: Tensor | None, pattern: Pattern, q_length: int) -> PackedKeys | None:
-    """The keys without their padding, or None where a kernel would place them wrongly. It waits for the device once.
+    """The keys without their padding, or None if a kernel would align packed keys wrongly. It waits for the device once.
 
-    A window is aligned to the last key. So keys can be packed if the window is causal and all padding stands on the left, or if
+    A window is aligned to the last key. So keys can be packed if the window is causal and all padding is on the left, or if
     every query sees every key.
     """
     if padding is None or padding.device.type not in KERNELS_ON:
@@ -382,7 +386,7 @@ def _packed_keys(padding: Tensor | None, pattern: Pattern, q_length: int) -> Pac
 
 
 def _cu_seqlens(sequences: Tensor) -> Tensor:
-    """(1, seqlen), a number for each sequence -> (n + 1,) int32: where each sequence starts, and the end."""
+    """(1, seqlen), the number of each token's sequence -> (n + 1,) int32: where each sequence starts, and the end."""
     edges = (sequences[0].diff() != 0).nonzero()[:, 0] + 1
     ends = edges.new_tensor([0, sequences.shape[1]])
     return torch.cat([ends[:1], edges, ends[1:]]).to(torch.int32)

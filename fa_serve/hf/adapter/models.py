@@ -1,18 +1,18 @@
-"""Which models may use fa_serve, and which of them work on their masks: read from the source of the model when it is made.
+"""Which models may use fa_serve, and which of them compute with their masks: read from the source of the model when it is made.
 
     prepare_model(model)              # raises UnsupportedModelError with the reason, or notes what the mask function must know
-    check_class(LlamaForCausalLM)     # the check alone
+    check_class(LlamaForCausalLM)     # only the check
 
 A model is refused if its attention would not reach fa_serve, or if it passes its attention an argument that fa_serve does not
-know. The model's own code decides: the arguments that its eager attention names, and those that its modules pass by name, are
-its mathematics. Arguments that eager attention swallows in **kwargs change nothing, so fa_serve ignores them too. transformers
-itself reads a model's source to find out whether its attention can be switched.
+know. The model's own code decides: arguments that its eager attention names, and arguments that its modules pass by name, can
+change the result. Arguments that eager attention swallows in **kwargs change nothing, so fa_serve ignores them too.
+transformers itself reads a model's source to find out whether its attention can be switched.
 
 A class inherits its attention, so the sources of its base classes are read too. Some classes have no source that can be read:
-those of a notebook or of standard input, those that a library makes of a model's class, and those whose module is gone. They
-are judged by their base classes alone.
+classes defined in a notebook or on standard input, classes that a library derives from a model's class, and classes whose
+module is gone. They are judged only by their base classes.
 
-Left out: running the model. What a model asks of attention in a forward is found in `paged.py` and `info.py`.
+Left out: running the model. `probe.py` and `info.py` find what a model asks of attention in a forward.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from fa_serve.spec import UnsupportedModelError
 
 NAME = "fa_serve"
 
-# What a model's eager attention may name, and what its modules may pass. `attention_forward` handles or refuses all of it, or
-# it does not change the numbers (position_ids).
+# Arguments that a model's eager attention may name and that its modules may pass. `attention_forward` handles or refuses each
+# of them, or it does not change the result (position_ids).
 _KNOWN = {
     "module",
     "query",
@@ -63,9 +63,9 @@ _KNOWN = {
 }
 _LOOKS = (ast.Attribute, ast.Subscript)
 _TABLE = "_CLASSES[config._attn_implementation]"
-# Set on the class of a config, where it is neither saved with a config nor kept longer than the class.
+# An attribute of a config's class, because there it is not saved with a config and does not outlive the class.
 _WORKS_ON_MASKS = "_fa_serve_works_on_masks"
-# Where transformers keeps on a class whether its attention can be switched.
+# The attribute of a model's class in which transformers keeps whether its attention can be switched.
 _ANSWER = "_can_set_attn_implementation_cached_value"
 
 
@@ -74,14 +74,14 @@ class Source:
     """What the source files of a model's class and of its base classes say about its attention.
 
     told:             names of the arguments that its modules pass, and that its eager attention takes
-    works_on_masks:   its attention works on masks, or it has a second kind of attention, beside the one that reaches fa_serve,
-                      that does: masks must be tensors
-    wants_mask:       it works on a mask before the attention, and may ask for one that is never skipped
+    works_on_masks:   masks must be tensors, because its attention computes with them, or because it has a second kind of
+                      attention that does, besides the one that reaches fa_serve
+    wants_mask:       it computes with a mask before the attention, and may ask for a mask that is never skipped
     counts_positions: it makes position_ids that do not start at 0 (as fairseq does)
-    chooses_by_name:  the class uses a table of classes by the names of implementations, which has no entry for fa_serve, or
-                      its module does not call the attention interface
+    chooses_by_name:  the class looks its attention up in a table of classes by the name of the implementation, which has no
+                      entry for fa_serve, or its module does not call the attention interface
     keeps_states:     its modules keep recurrent or convolution states
-    reads_bool_masks: its attention asks whether its mask is bool, and takes either form
+    reads_bool_masks: its attention checks whether its mask is bool, and takes both forms
     """
 
     told: frozenset[str]
@@ -94,18 +94,18 @@ class Source:
 
 
 def handles_mask(config: object) -> bool:
-    """Whether the models with this config work on their masks, so that each mask must be a tensor."""
+    """Whether the models with this config compute with their masks, so that each mask must be a tensor."""
     return _WORKS_ON_MASKS in vars(type(config))
 
 
 def counts_positions(model_class: type[PreTrainedModel]) -> bool:
-    """Whether position_ids of such a model do not start at 0."""
+    """Whether position_ids of models of this class do not start at 0."""
     return read_source(model_class).counts_positions
 
 
 def prepare_model(model: PreTrainedModel) -> None:
-    """Check a model that is being made or switched to fa_serve, note on its config's class whether it works on masks, and look
-    for packed sequences in its forwards.
+    """Prepare a model that is being made or switched to fa_serve: check its class, note on its config's class whether it
+    computes with its masks, and watch its forwards for packed sequences.
 
     Raises UnsupportedModelError with the reason if fa_serve does not serve it.
     """
@@ -140,7 +140,7 @@ def check_class(model_class: type[PreTrainedModel]) -> None:
 
 
 def read_source(model_class: type[PreTrainedModel]) -> Source:
-    """What the sources of a class and of its base classes say together; a source that cannot be read says nothing.
+    """What the sources of a class and of its base classes say together. A source that cannot be read is skipped.
 
     Raises UnsupportedModelError with the reasons if none of the sources can be read.
     """
@@ -175,7 +175,7 @@ def read_source(model_class: type[PreTrainedModel]) -> Source:
 
 
 def _bases(model_class: type) -> Iterator[type[PreTrainedModel]]:
-    """A model's class and its base classes that are models, without those that every model has."""
+    """A model's class and those of its base classes that are specific models, without the base classes of all models."""
     for each in model_class.__mro__:
         if issubclass(each, PreTrainedModel) and each.__module__ != PreTrainedModel.__module__:
             yield each
@@ -184,8 +184,8 @@ def _bases(model_class: type) -> Iterator[type[PreTrainedModel]]:
 def _is_switched_by_name(model_class: type[PreTrainedModel]) -> bool:
     """Whether transformers finds the attention interface in the source of this class.
 
-    transformers keeps the answer on the class, and subclasses inherit it, although their own source may say something else. So
-    a class whose source can be read is asked anew, and only a class without a source has the answer of its base class.
+    transformers keeps the answer on the class, and subclasses inherit it, although their own source may differ. So a class
+    whose source can be read is asked again, and only a class without a source inherits the answer.
     """
     if _ANSWER not in vars(model_class):
         setattr(model_class, _ANSWER, None)
@@ -193,7 +193,7 @@ def _is_switched_by_name(model_class: type[PreTrainedModel]) -> bool:
 
 
 def _text_of(module: str) -> str:
-    """The source of a loaded module. Raises OSError or TypeError, which names the module, if there is none."""
+    """The source of a loaded module. Raises OSError or TypeError if there is no source."""
     if module not in sys.modules:
         raise OSError("the module is not loaded")
     return inspect.getsource(sys.modules[module])
@@ -203,7 +203,7 @@ def _text_of(module: str) -> str:
 def _parse(text: str) -> Source:
     """What the source of a module says. Raises SyntaxError or ValueError for a text that is not Python."""
     told: set[str] = set()
-    # such a check stands in a kind of attention that bypasses the interface, for example Informer's second one
+    # this check is found in attention code that bypasses the interface, such as Informer's second kind of attention
     works_on_masks = "attention_mask.size() !=" in text
     for node in ast.parse(text).body:
         if isinstance(node, ast.FunctionDef) and node.name.endswith("eager_attention_forward"):
@@ -218,7 +218,7 @@ def _parse(text: str) -> Source:
         works_on_masks=works_on_masks,
         wants_mask="allow_is_causal_skip" in text or "mask.dtype == torch.bool" in text,
         counts_positions="create_position_ids_from_input_ids" in text,
-        chooses_by_name=False,  # `read_source` knows for which class of the module
+        chooses_by_name=False,  # depends on the class, so `read_source` sets it
         keeps_states=any(name in text for name in UPDATES),
         reads_bool_masks="attention_mask.dtype == torch.bool" in text,
     )
@@ -226,9 +226,10 @@ def _parse(text: str) -> Source:
 
 @functools.lru_cache(maxsize=64)
 def _users_of_a_table(text: str) -> frozenset[str]:
-    """The classes of a module that take a class from such a table, those that mention one of these, and so on.
+    """The classes of a module that take a class from a table by the implementation's name, and all classes that mention these,
+    directly or indirectly.
 
-    A module may hold such a tower beside a language model that calls the attention interface (DeepSeek-OCR-2).
+    A module may have such a tower and also a language model that calls the attention interface (DeepSeek-OCR-2).
     """
     if _TABLE not in text:
         return frozenset()
@@ -243,8 +244,8 @@ def _users_of_a_table(text: str) -> frozenset[str]:
 def _works_on_its_mask(class_name: str, inside: list[ast.AST], has_calls: bool) -> bool:
     """Whether a class does more with `attention_mask` than pass it on.
 
-    A class that calls the attention interface works on the mask if it reads an attribute or an index of it. An attention that
-    does not call the interface works on the mask if it adds something to it.
+    A class that calls the attention interface does so if it reads an attribute or an index of the mask. An attention class that
+    does not call the interface does so if it uses the mask in arithmetic, such as a sum.
     """
     if has_calls:
         return any(isinstance(n, _LOOKS) and _is_attention_mask(n.value) for n in inside)

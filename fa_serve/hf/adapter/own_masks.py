@@ -1,9 +1,9 @@
-"""Models that make their masks by a method, as fairseq's code did (Kosmos-2): in the engine's forward they make none.
+"""Models that make masks in a method of their own, as fairseq's code did (Kosmos-2): in the engine's forward they make none.
 
-    seat_mask_makers(model)       # raises UnsupportedModelError for a method whose masks say more than causality
+    seat_mask_makers(model)       # raises UnsupportedModelError for a method whose masks do more than apply causality
 
-The method turns a padding mask of two dimensions into numbers that are added to the scores. A batch that rides along says
-itself which keys each token sees, so that `MaskMaker` passes the empty mask of `paged_output` on. Without a batch, as in
+The method turns a padding mask of two dimensions into numbers that are added to the scores. A batch that rides along determines
+itself which keys each token sees, so `MaskMaker` passes on the empty mask of `paged_output`. Without a batch, as in
 `generate`, the model's own method runs.
 """
 
@@ -22,13 +22,13 @@ _TOKENS = 5
 
 
 class MaskMaker:
-    """Takes the place of the method of one module."""
+    """Replaces the method of one module."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy of the module has a copy of this."""
+        """Copying the module makes a MaskMaker for the copy."""
         return MaskMaker, (self.module,)
 
     def __call__(self, attention_mask: Tensor | None, *args: Any, **kwargs: Any) -> Tensor | None:
@@ -41,7 +41,7 @@ class MaskMaker:
 def seat_mask_makers(model: nn.Module) -> bool:
     """Give every module with such a method a `MaskMaker`. Returns whether there are any.
 
-    Raises UnsupportedModelError for a method whose mask without padding says more than causality.
+    Raises UnsupportedModelError for a method whose mask, without padding, does more than apply causality.
     """
     found = [module for module in model.modules() if hasattr(type(module), _METHOD)]
     for module in found:

@@ -1,13 +1,13 @@
-"""Which packed sequences a forward is given, found in the arguments of each model that is made with fa_serve.
+"""Finds the packed sequences of a forward in its arguments, for each model that is made with fa_serve.
 
-    watch_packs(model)               # once for each model, and each part of it
+    watch_packs(model, counts_positions=False)               # once for each model and each part of it
 
 A hook before the forward looks for packed sequences in the arguments by which transformers knows them: `cu_seq_lens_q`,
 `seq_idx`, or positions that restart. It notes them in `packs.py`, where masks, attention and a `SeatedMixer` find them,
-whatever the model hands down. A part of a model that is given none has those of the model around it.
+whatever the model hands down. A part of a model whose arguments tell no packed sequences has those of the model around it.
 
-What a model cannot follow is refused before anything is computed: positions that cannot start again, and a module that would
-carry the state of one sequence into the next.
+Packed sequences that a model cannot follow are refused before anything is computed: because its positions cannot start again,
+or because a module would carry the state of one sequence into the next.
 
 Left out: padding, which mixers set to zero themselves, and the engine's steps, whose batches know their sequences.
 """
@@ -36,9 +36,9 @@ _CHECKPOINT = "_gradient_checkpointing_func"
 
 
 def watch_packs(model: PreTrainedModel, counts_positions: bool) -> None:
-    """Look for packed sequences before each forward of this model. Its modules need not be there yet.
+    """Look for packed sequences before each forward of this model, whose modules need not exist yet.
 
-    counts_positions: whether the first position is not 0, as fairseq counts
+    counts_positions: whether the model numbers positions as fairseq does, so that the first one is not 0
     """
     if _WORDS not in model.__dict__:
         model.__dict__[_COUNTS] = counts_positions
@@ -55,7 +55,7 @@ def watched_modules(model: nn.Module) -> set[nn.Module]:
 
 
 def unwatch_packs(modules: Iterable[nn.Module]) -> None:
-    """Give modules back as they were before `watch_packs`."""
+    """Undo `watch_packs` for these modules."""
     for module in modules:
         for hook in module.__dict__.pop(_HOOKS):
             hook.remove()
@@ -72,12 +72,12 @@ def _enter(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[t
     outer = running.forward
     shape = None
     packs = None
-    if isinstance(tokens, Tensor) and given.get("fa_serve_batch") is None:  # other inputs, or a step of the engine, have none
+    if isinstance(tokens, Tensor) and given.get("fa_serve_batch") is None:  # other inputs and steps of the engine have none
         shape = tuple(tokens.shape[:2])
         inherited = None if outer is None or outer.shape != shape else outer.packs
         packs = inherited or _find(model, given, shape)
     if packs is None and outer is None:
-        return None  # most forwards, which leave no trace that a compiled step would be guarded by
+        return None  # most forwards: they change no state, because a compiled step would be guarded by it
     running.forward = Forward(model, outer, shape, packs)
     if packs is None:
         return None
@@ -99,7 +99,7 @@ def _leave(model: nn.Module, *unused: Any) -> None:
 
 
 def _find(model: Any, given: dict[str, Any], shape: tuple[int, ...]) -> Packs | None:
-    """The packed sequences that the arguments of a forward tell of."""
+    """The packed sequences in the arguments of a forward, or None."""
     cu_seqlens = given.get("cu_seq_lens_q")
     if cu_seqlens is None and given.get("seq_idx") is not None and not is_tracing(given["seq_idx"]):
         cu_seqlens = _borders(model, given["seq_idx"])
@@ -109,7 +109,7 @@ def _find(model: Any, given: dict[str, Any], shape: tuple[int, ...]) -> Packs | 
         cu_seqlens = cu_seqlens.to(torch.int32)
         return Packs(cu_seqlens, of_states=cu_seqlens)
     position_ids = given.get("position_ids")
-    # as transformers does, which takes the tokens for one sequence if there is a mask
+    # as in transformers, which treats the tokens of a row as one sequence if there is a mask
     if position_ids is None or shape[1] == 1 or given.get("attention_mask") is not None or is_tracing(position_ids):
         return None
     positions = _text_positions(position_ids)
@@ -124,23 +124,23 @@ def _find(model: Any, given: dict[str, Any], shape: tuple[int, ...]) -> Packs | 
 
 
 def _text_positions(position_ids: Tensor) -> list[Tensor]:
-    """(batch, seqlen) each: the positions of tokens in a text, or those on each axis of models that have several."""
+    """The positions of tokens in the text, one tensor of (batch, seqlen), or one for each axis of models with several axes."""
     if position_ids.dim() < 3:
         return [position_ids.view(-1, position_ids.shape[-1])]
     return [position_ids[0]] if position_ids.shape[0] == 4 else list(position_ids)
 
 
 def _come_back(positions: list[Tensor]) -> bool:
-    """Whether positions come back to those of the first token. It waits for the device.
+    """Whether some later token has the positions of the first token. It waits for the device.
 
-    Positions that jump or repeat are no packed sequences: those of an image do both.
+    Positions that only jump or repeat do not mean packed sequences: the positions of an image do both.
     """
     same = torch.stack([each[:, 1:] == each[:, :1] for each in positions])
     return bool(same.all(0).any())
 
 
 def _borders(model: Any, numbers: Tensor) -> Tensor:
-    """The number of the sequence of each token, (1, seqlen) -> the first token of each and the number of tokens, int32."""
+    """(1, seqlen), the number of each token's sequence -> (n + 1,) int32: where each sequence starts, and the end."""
     if len(numbers) > 1:
         raise _not_end_to_end(model, len(numbers))
     begins = torch.diff(numbers[0], prepend=numbers[0, :1] - 1) != 0
@@ -176,18 +176,21 @@ def _check_positions(model: Any, words: tuple[str, ...]) -> None:
 
 
 def _makes_positions(model: nn.Module, words: tuple[str, ...]) -> bool:
-    """Whether a model without position_ids counts tokens from the start of the row. Others place images too."""
+    """Whether a model that is given no position_ids counts tokens from the start of the row. Some models also place images."""
     return "position_ids" in words and not any(hasattr(part, "get_rope_index") for part in model.modules())
 
 
 def first_position(model: nn.Module) -> int:
-    """The first position in a model that counts as fairseq does: the row behind the padding's in its table of positions."""
+    """The first position in a model that counts as fairseq does: the row after the padding row in its table of positions."""
     tables = [getattr(each, "padding_idx", None) for each in model.modules() if not isinstance(each, nn.Embedding)]
     return next((index + 1 for index in tables if isinstance(index, int)), 0)
 
 
 def _tell_states(model: Any, packs: Packs) -> None:
-    """Let modules with states know the sequences of recomputed layers too, or refuse those that cannot be told any."""
+    """Make sure that modules with states know the packed sequences, also when gradient checkpointing computes a layer again.
+
+    Raises UnsupportedModelError for a model whose modules with states cannot be told.
+    """
     if packs.of_states is None:
         if packs.restarts and _mixers(model):
             refuse_untold_positions(model)
@@ -206,7 +209,7 @@ def _tell_states(model: Any, packs: Packs) -> None:
 
 
 class _Remembering:
-    """Gradient checkpointing whose layers find their packed sequences again when a backward pass computes them once more."""
+    """Gradient checkpointing whose layers find their packed sequences again when the backward pass recomputes them."""
 
     def __init__(self, checkpoint: Callable[..., Any]) -> None:
         self.checkpoint = checkpoint
@@ -226,7 +229,7 @@ class _Remembering:
 
 
 def _mixers(model: nn.Module) -> list[nn.Module]:
-    """The modules of a model that keep states, which are looked for once."""
+    """The modules of a model that keep states. They are found once per model."""
     if _MIXERS not in model.__dict__:
         model.__dict__[_MIXERS] = find_state_modules(model)
     found: list[nn.Module] = model.__dict__[_MIXERS]

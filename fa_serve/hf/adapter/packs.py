@@ -1,14 +1,14 @@
-"""The packed sequences of the forward that runs now, for all that computes in it: masks, attention and modules with states.
+"""The packed sequences of the running forward, for everything that computes in it: masks, attention and modules with states.
 
-    packs = running_packs(1, 24)          # of a call with 24 tokens in a batch of 1; None without packed sequences
+    packs = running_packs(1, 24)          # for a call with 24 tokens in a batch of 1; None without packed sequences
     packs.cu_seqlens                      # where they begin
 
-A caller tells transformers of packed sequences by arguments of a model's forward. Some classes do not hand these arguments
-down to their attention, and others make their masks without them, so that sequences would see each other without a word.
-`packed_forwards.py` notes here what the caller told, before the forward. `mask_forward` writes it into each mask, and
-`check_layer` refuses a call of attention that has not been told.
+A caller tells transformers about packed sequences by arguments of a model's forward. Some classes do not hand these arguments
+down to their attention, and others make their masks without them. Then sequences would silently see each other. So
+`packed_forwards.py` notes here, before the forward, what the caller told. `mask_forward` writes it into each mask, and
+`check_layer` refuses an attention call that knows nothing of the packed sequences.
 
-Left out: which arguments tell it, and models that cannot follow it (packed_forwards.py).
+Left out: which arguments tell about packed sequences, and which models cannot follow them (packed_forwards.py).
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from fa_serve.spec import UnsupportedModelError
 class Packs:
     """The packed sequences of a forward.
 
-    cu_seqlens: (n + 1,) int32: where each begins, and the end; None if only positions tell it
-    restarts:   whether position_ids come back to the first one, and nothing else tells the sequences
-    of_states:  (n + 1,) int32, for modules with states; None if these take the tokens for one sequence
+    cu_seqlens: (n + 1,) int32: where each sequence begins, and the end; None if only position_ids tell the sequences apart
+    restarts:   whether position_ids return to the first position, and nothing else tells the sequences apart
+    of_states:  (n + 1,) int32: `cu_seqlens` for modules with states; None if these treat the tokens as one sequence
     in_masks:   whether masks of this forward tell the sequences apart
     """
 
@@ -53,10 +53,10 @@ class Packs:
 
 @dataclass(eq=False)
 class Forward:
-    """A forward of a model, or of a part of one, that has begun.
+    """A running forward of a model or of a part of a model.
 
-    outer: the forward of the model that the part belongs to, if there is one
-    shape: (batch, tokens) of its input_ids or inputs_embeds; None for a part that takes others, such as images
+    outer: the running forward of the model that the part belongs to, or None
+    shape: (batch, tokens) of its input_ids or inputs_embeds; None for a part with other inputs, such as images
     """
 
     model: nn.Module
@@ -66,7 +66,7 @@ class Forward:
 
 
 class _Running(threading.local):
-    # no ContextVar, which torch.compile cannot trace
+    # not a ContextVar, because torch.compile cannot trace one
     forward: Forward | None = None
 
 
@@ -74,7 +74,7 @@ running = _Running()
 
 
 def running_packs(batch: int, tokens: int) -> Packs | None:
-    """The packed sequences of the forward that runs now, if it is one of such a batch."""
+    """The packed sequences of the running forward, or None if it has none or other sizes than these."""
     forward = running.forward
     if forward is None or forward.packs is None or forward.shape != (batch, tokens):
         return None
@@ -88,7 +88,10 @@ def packs_of_states() -> Tensor | None:
 
 
 def refuse_untold_positions(asking: object) -> None:
-    """Raise UnsupportedModelError because a model, or a mask of its config, does not know of positions that start again."""
+    """Raise UnsupportedModelError because position_ids start again, and masks or states do not follow them.
+
+    asking: the model, or the config of the model whose mask is made
+    """
     raise UnsupportedModelError(
         f"position_ids that start again mean packed sequences, but the masks that transformers makes here for "
         f"{type(asking).__name__} do not tell these apart: pass use_cache=False, and where that is not enough also "
@@ -99,14 +102,14 @@ def refuse_untold_positions(asking: object) -> None:
 
 
 def check_layer(module: nn.Module, query: Tensor, mask: Any, told: bool, chooses_blocks: bool = False) -> None:
-    """Raise UnsupportedModelError if the forward has packed sequences, and a call of attention in it does not know of them.
+    """Raise UnsupportedModelError if the forward has packed sequences and an attention call in it does not know of them.
 
-    mask: the call's; told: whether the call's own words or its mask say where packed sequences begin
+    mask: the mask of the call; told: whether the call's own arguments or its mask say where packed sequences begin
     chooses_blocks: whether queries choose blocks of keys, which are counted from the start of the row
     """
     forward = running.forward
     if forward is None or forward.packs is None:
-        return  # the usual case, in each layer of each token of `generate`
+        return  # the usual case, so it comes first: `generate` gets here in each layer of each token
     packs = running_packs(query.shape[0], query.shape[2])
     if packs is not None and chooses_blocks and (packs.cu_seqlens is not None or packs.restarts):
         raise UnsupportedModelError(

@@ -1,12 +1,12 @@
-"""The engine's way into a transformers model: one forward over packed tokens whose keys and values live in pages.
+"""How the engine runs a transformers model: one forward over packed tokens whose keys and values are in pages.
 
     logits = paged_forward(model, input_ids, position_ids, batch, rows)   # batch: a PagedBatch
 
 The batch rides along as the argument `fa_serve_batch` of the model's forward, which transformers hands down to every attention
-function, and in models that keep states also in the place of the cache (step_cache.py). So no mask is built, nothing is read
-back from the device, and the model's own code runs as it is.
+function. Models that keep states get a `StepCache` with the batch's states in place of their cache (step_cache.py). So no mask
+is built, nothing is read back from the device, and the model's own code runs as it is.
 
-Left out: which models this computes right (probe.py), which pages a sequence has and which sequences a step computes.
+Left out: for which models the result is right (probe.py), which pages a sequence has and which sequences a step computes.
 """
 
 from __future__ import annotations
@@ -37,17 +37,18 @@ from fa_serve.hf.adapter.step_cache import PagedStates, StepCache, WholeSequence
 from fa_serve.hf.adapter.translate import AttendsBatch, LayerCall
 from fa_serve.spec import Precision, UnsupportedModelError
 
-# where a model notes the answer of `state_argument`
+# the attribute of a model that keeps the answer of `state_argument`
 _STATE_ARGUMENT = "_fa_serve_state_argument"
-# and that of `first_position`
+# the attribute of a model that keeps the answer of `first_position`
 _FIRST_POSITION = "_fa_serve_first_position"
 
 
 class TwoWayBlock(NamedTuple):
     """Tokens of a step that attend to each other both ways, such as those of an image (Gemma 3).
 
-    first, last: rows of the step, up to the end of the block; sequence: row of the block table
-    begin, end:  places in the sequence of the whole block, whose first tokens may be in the cache already
+    first, last: rows of the step that belong to the block, without `last`; the last of them is the block's last token
+    sequence:    row of the block table
+    begin, end:  places of the whole block in its sequence, without `end`; its first tokens may already be in the cache
     """
 
     first: int
@@ -61,15 +62,15 @@ class TwoWayBlock(NamedTuple):
 class PagedBatch:
     """What one step of the engine tells every attention layer. Tensors are on the model's device, shapes as in `fa_serve.api`.
 
-    kv_caches:  (k_cache, v_cache) by layer_idx, and those of an indexer's keys by `indexers.indexer_layer`
-    fresh:      no sequence has keys in the cache but those of this step, so attention takes them as they come
+    kv_caches:  (k_cache, v_cache) by layer_idx; the caches for an indexer's keys by `indexers.indexer_layer`
+    fresh:      no sequence has keys from earlier steps, so attention takes this step's keys directly and not from the cache
     num_splits: as in `attention_paged`
-    descales:   (k_descale, v_descale) by layer_idx, for those caches that are float8; None if none is
-    precision:  of the products of prompts, as in `attention_paged`
-    states:     answers for the recurrences of the model; None for a model without
-    blocks:     tokens that attend to each other both ways, whose last tokens are all in this step
-    common:     sequences that share leading pages, which layers that see all keys read once; None if none do
-    lse:        (num_heads, total), gets what `attention_paged` returns as lse, for a backward pass; None: nobody needs it
+    descales:   (k_descale, v_descale) by layer_idx, for the caches that are float8; None if no cache is
+    precision:  of the products in prompts, as in `attention_paged`
+    states:     computes the recurrences of the model; None for a model without recurrences
+    blocks:     blocks of tokens that attend to each other both ways; the last token of each block is in this step
+    common:     groups of sequences that share leading pages, which layers that see all keys read once; None without groups
+    lse:        (num_heads, total), receives the lse of `attention_paged` for a backward pass; None if it is not needed
     """
 
     kv_caches: Mapping[int, tuple[Tensor, Tensor]]
@@ -115,14 +116,15 @@ class PagedBatch:
     def _attend_latent(self, call: LayerCall, layer_idx: int, latent: LatentKeys) -> Tensor:
         """`attend` for a call whose keys are latent.
 
-        Where all keys are new and none are chosen, keys and values of all heads take fewer products (surgery/fuse/latent.py).
+        If all keys are new and queries choose none, expanding them to the keys and values of all heads takes fewer products
+        (surgery/fuse/latent.py).
         """
         call = call._replace(softmax_scale=call.softmax_scale or call.query.shape[-1] ** -0.5)
         q = call.query[0].transpose(0, 1)
         k = call.key[0].transpose(0, 1)
         rank = latent.sizes.rank
         k_cache, v_cache = self.kv_caches[layer_idx]
-        # both parts of a key are written by one call, as if the second one were its value
+        # one call writes both parts of a key, as if the second part were the value
         parts = (k[..., :rank], k[..., rank:], k_cache[..., :rank], k_cache[..., rank:])
         store_kv(*parts, self.slot_mapping, backend=self.backend, **self.descale(layer_idx))
         if call.indices is not None and call.indices.shape[-1]:
@@ -147,13 +149,13 @@ class PagedBatch:
         )
 
     def gather(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """See `GathersKeys`: the keys of a sequence take as many places as its row of the block table has."""
+        """See `GathersKeys`. The result has as many places for each sequence as its row of the block table covers."""
         k_cache, v_cache = self.kv_caches[layer_idx]
         total = len(self.slot_mapping)
         new_keys, new_values = (x[0, :, :total].transpose(0, 1) for x in (key, value))
         store_kv(new_keys, new_values, k_cache, v_cache, self.slot_mapping, backend=self.backend)
         places = torch.arange(self._places_of_a_sequence, device=key.device)
-        # what no sequence has written may be anything
+        # slots that no sequence has written may contain anything
         written = (places < self.seqused_k[:, None]).flatten()[:, None, None]
         all_keys, all_values = (cache[self.block_table].flatten(0, 2) for cache in (k_cache, v_cache))
         return tuple(x.where(written, 0.0).transpose(0, 1)[None] for x in (all_keys, all_values))  # type: ignore[return-value]
@@ -174,7 +176,7 @@ class PagedBatch:
         return torch.arange(self._places_of_a_sequence, device=self.slot_mapping.device).repeat(len(self.seqused_k))
 
     def attend_biased(self, call: LayerCall) -> Tensor:
-        """`attend` for a call whose keys are gathered, and whose bias (1, num_heads, total, n) is made of their places."""
+        """`attend` for a call with gathered keys, whose bias (1, num_heads, total, n) was computed from the keys' places."""
         assert call.position_bias is not None
         seen = self.visible(call.window_size[0])
         return attention(
@@ -196,7 +198,7 @@ class PagedBatch:
     def choose(self, call: IndexCall) -> Tensor:
         """Store the keys of an indexer, then choose the slots that each query attends to -> (1, total, n).
 
-        n is 0 where no sequence has more keys than a query may choose, so that it attends to all keys as other models do.
+        n is 0 if no sequence has more keys than a query may choose. Every query then attends to all keys, as in other models.
         """
         cache, _ = self.kv_caches[indexer_layer(take_layer_idx(call.module, None))]
         half = call.key.shape[1] // 2
@@ -239,7 +241,7 @@ class PagedBatch:
         softcap: float,
         sinks: Tensor | None,
     ) -> Tensor:
-        """Attention to all keys of each sequence, causal but for `blocks`, after this step's keys and values have been stored.
+        """Attention to all keys of each sequence, causal except in `blocks`. This step's keys and values must have been stored.
 
         q: (total, num_heads, head_dim); k, v: this step's, (total, num_kv_heads, head_dim or head_dim_v)
         left: keys before a query that it sees, -1 unlimited; attention_chunk: as in `fa_serve.api`
@@ -262,7 +264,8 @@ class PagedBatch:
         return out
 
     def _seen_by(self, block: TwoWayBlock, layer_idx: int, left: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Keys and values of a sequence up to the end of a block, (end, num_kv_heads, dim), and which of them each row sees."""
+        """The keys and values of a block's sequence up to the end of the block, (end, num_kv_heads, dim), and which of these
+        keys each row of the block sees, (rows, end) bool, or None if it sees all."""
         k_cache, v_cache = self.kv_caches[layer_idx]
         pages = self.block_table[block.sequence, : -(-block.end // k_cache.shape[1])]
         keys, values = (cache[pages].flatten(0, 1)[: block.end] for cache in (k_cache, v_cache))
@@ -326,7 +329,7 @@ class PagedBatch:
         return out
 
     def descale(self, layer_idx: int) -> dict[str, Any]:
-        """The arguments k_descale and v_descale of `store_kv` and `attention_paged` for a float8 cache; none for another."""
+        """The arguments k_descale and v_descale of `store_kv` and `attention_paged` if the cache is float8; else none."""
         if self.descales is None or self.kv_caches[layer_idx][0].dtype != torch.float8_e4m3fn:
             return {}
         k_descale, v_descale = self.descales[layer_idx]
@@ -334,7 +337,7 @@ class PagedBatch:
 
 
 class OneSequence:
-    """Takes the place of a PagedBatch: causal attention over the tokens of one sequence, without a cache."""
+    """A substitute for a PagedBatch: causal attention over the tokens of one sequence, without a cache."""
 
     def __init__(self) -> None:
         self.states = WholeSequence()
@@ -357,7 +360,7 @@ class OneSequence:
         )[None]
 
     def attend(self, call: LayerCall) -> Tensor:
-        """Attend to all tokens, or to those that each has chosen -> (1, total, num_heads, head_dim_v)."""
+        """Attend causally, or only to the tokens that each token has chosen -> (1, total, num_heads, head_dim_v)."""
         q, k, v = (x[0].transpose(0, 1) for x in (call.query, call.key, call.value))
         if call.indices is not None:
             scale = q.shape[-1] ** -0.5 if call.softmax_scale is None else call.softmax_scale
@@ -388,7 +391,7 @@ def paged_forward(
     """One forward of a causal model over packed tokens, with keys and values in a paged cache.
 
     input_ids, position_ids: (total,) int64, packed as the batch says; position_ids may be (axes, total)
-    batch:                   a PagedBatch, or another object that answers for the attention of every layer
+    batch:                   a PagedBatch, or another object that computes the attention of every layer
     logits_indices:          (n,) int64, the tokens whose logits are computed
     Returns logits (n, vocab). The result is right for the models that `check_model` accepts.
     """
@@ -404,17 +407,18 @@ def paged_output(
     logits_indices: Tensor,
     **inputs: Any,
 ) -> Any:
-    """The whole output of that forward. inputs: what the model takes beside tokens, in its own shapes. No mask is
-    built and nothing is read back from the device.
+    """The whole output of the forward of `paged_forward`. No mask is built and nothing is read back from the device.
+
+    inputs: further arguments of the model's forward, in the shapes that it takes
     """
-    # transformers passes a mask of 4 dimensions on untouched: it builds none, and does not look for packed sequences
+    # transformers hands a mask of 4 dimensions on untouched: then it builds none, and does not look for packed sequences
     no_mask: Tensor | None = torch.empty((1, 1, 0, 0), dtype=torch.bool, device=input_ids.device)
     config: Any = model.config.get_text_config()
     name = state_argument(model)
     inputs = {**blank_images(model, len(input_ids)), **inputs}
     attends_itself = computes_attention(model)
     if attends_itself and len(input_ids) == 1:
-        # its code may take a single token for the decoding of transformers' cache (GIT), so it is computed twice
+        # the model's code may take a single token for a decode step on transformers' cache (GIT), so it is computed twice
         input_ids = input_ids.repeat(2)
         position_ids = position_ids.repeat_interleave(2, dim=-1)
     if gathers_keys(model):
@@ -430,7 +434,7 @@ def paged_output(
             ),
         }
     if name is not None and "position_ids" not in _parameters(type(model).forward):
-        no_mask = None  # there is no attention, and the mixers multiply their inputs with a mask
+        no_mask = None  # such a model has no attention, and its mixers would multiply their inputs with the mask
     first = first_position(model)
     if first:
         position_ids = position_ids + first
@@ -452,14 +456,14 @@ def paged_output(
 
 @functools.lru_cache(maxsize=64)
 def _parameters(forward: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    """The arguments of the forward of a class."""
+    """The parameters of a class's forward."""
     return inspect.signature(forward).parameters
 
 
 @contextmanager
 def _keeping_rows(model: PreTrainedModel, rows: Tensor) -> Iterator[None]:
-    """Inside, the head of a model whose forward takes no logits_to_keep computes the logits of these tokens alone. A model
-    without a head computes none."""
+    """Inside, the head of a model whose forward takes no logits_to_keep computes only the logits of these tokens. A model
+    without a head computes no logits."""
     head: Any = cast(Any, model).get_output_embeddings()
     if head is None:
         yield
@@ -472,9 +476,9 @@ def _keeping_rows(model: PreTrainedModel, rows: Tensor) -> Iterator[None]:
 
 
 def first_position(model: PreTrainedModel) -> int:
-    """The position of the first token: 0, or one more than the padding token in models that number them so (fairseq).
+    """The position of the first token: 0, or one more than the padding token's id in models that count as fairseq does.
 
-    It is looked for once. `probe.py` proves it.
+    It is found once per model. `probe.py` proves it.
     """
     if _FIRST_POSITION not in model.__dict__:
         padding = getattr(model.config.get_text_config(), "pad_token_id", None)
@@ -483,12 +487,12 @@ def first_position(model: PreTrainedModel) -> int:
 
 
 def number_from_zero(model: PreTrainedModel) -> None:
-    """Note that the first position is 0: the source that numbers tokens as fairseq does is that of a tower (Evolla)."""
+    """Note that the first position is 0, because the code that counts positions as fairseq does belongs to a tower (Evolla)."""
     model.__dict__[_FIRST_POSITION] = 0
 
 
 def state_argument(model: PreTrainedModel) -> str | None:
-    """What the model's forward calls the cache that keeps its states; None for a model without. It is looked for once."""
+    """The name of the forward's argument for the cache that keeps states; None for a model without states. It is found once."""
     if _STATE_ARGUMENT not in model.__dict__:
         model.__dict__[_STATE_ARGUMENT] = cache_argument(type(model).forward) if find_state_modules(model) else None
     return cast("str | None", model.__dict__[_STATE_ARGUMENT])

@@ -1,10 +1,10 @@
-"""What each layer of a model keeps of a sequence, found by one forward of a token, or why the engine cannot run the model.
+"""Finds, by one forward of a token, what each layer of a model keeps of a sequence, or why the engine cannot run the model.
 
-    layers = model_layers(model)             # or of a config, without weights
+    layers = model_layers(model)             # or model_layers(config), without weights
     check_model(config)                      # raises UnsupportedModelError with the reason
 
-A `Probe` rides along in the place of a `PagedBatch` and writes down what every attention layer asks for. So nothing is known of
-a type: the model's own code tells. Left out: the forward of the engine itself (paged.py).
+A `Probe` rides along in place of a `PagedBatch` and records what every attention layer asks for. So this module knows nothing
+about model types: the model's own code shows what it needs. Left out: the forward of the engine itself (paged.py).
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ T = TypeVar("T")
 
 
 class Probe:
-    """Rides along in the place of a PagedBatch: it writes down what each attention layer asks for, and computes nothing.
+    """Rides along in place of a PagedBatch: it records what each attention layer asks for, and computes nothing.
 
     layers: AttentionSpec by layer_idx
-    indexers: what the keys of indexers take in the cache, by `indexers.indexer_layer`
-    states: the same for recurrences
+    indexers: AttentionSpec that describes the cache for an indexer's keys, by `indexers.indexer_layer`
+    states: records what recurrences keep
     """
 
     def __init__(self) -> None:
@@ -58,20 +58,20 @@ class Probe:
         self.states = StateProbe()
 
     def attend(self, call: LayerCall) -> Tensor:
-        """Write the layer down -> zeros (1, total, num_heads, head_dim_v).
+        """Record the layer -> zeros (1, total, num_heads, head_dim_v).
 
-        The mask is that of an ordinary forward. `paged_forward` passes none, so the layer must ask for the same keys without
-        it.
+        The call has the mask of an ordinary forward. `paged_forward` passes no mask, so the layer must ask for the same keys
+        without it.
         """
         module = call.module
         layer_idx = take_layer_idx(module, self.states)
         if layer_idx in self.layers:
             raise UnsupportedModelError(f"layer {layer_idx} ({type(module).__name__}) attends more than once")
         if isinstance(call.mask, Tensor) and not call.mask.numel():
-            # the model makes no masks in the engine's forward, because the batch says which keys are seen
+            # the model makes no masks in the engine's forward, because the batch determines which keys are seen
             call = call._replace(mask=None, indices=None)
         if call.visible_window[1] == 0 and call.window_size in ((-1, 0), (-1, -1)):
-            # transformers tells causality (Kosmos) or the window (Phi-3.5-MoE) to the mask alone; `paged_forward` makes none
+            # transformers tells causality (Kosmos) or the window (Phi-3.5-MoE) only to the mask, and `paged_forward` makes none
             if call.visible_window[0] >= 0:
                 module.__dict__[WINDOW_NOTE] = call.visible_window[0]
             call = call._replace(window_size=call.visible_window)
@@ -84,7 +84,7 @@ class Probe:
         return call.query.new_zeros(1, call.query.shape[2], call.query.shape[1], call.value.shape[-1])
 
     def attend_biased(self, call: LayerCall) -> Tensor:
-        """`attend` for a layer that adds a bias, which must be made of the places that `GatheredKeys` tells."""
+        """`attend` for a layer that adds a bias, which must be computed from the places that `GatheredKeys` returns."""
         if not adds_bias_of_places(call.module):
             raise UnsupportedModelError(
                 f"{type(call.module).__name__} adds a position_bias to its scores, which attention on a paged cache cannot do"
@@ -92,7 +92,7 @@ class Probe:
         return self.attend(call._replace(position_bias=None))
 
     def gather(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Write down a layer that computes its attention itself."""
+        """Record a layer that computes its attention itself."""
         if layer_idx in self.layers:
             raise UnsupportedModelError(f"layer {layer_idx} attends more than once")
         self.layers[layer_idx] = AttentionSpec(
@@ -110,14 +110,14 @@ class Probe:
         return key, value
 
     def visible(self) -> Tensor:
-        """Each token of the only one sees itself."""
+        """The only token sees itself."""
         return torch.ones(1, 1, dtype=torch.bool)
 
     def places(self) -> None:
-        """There are no other tokens."""
+        """None, because there are no keys of other tokens."""
 
     def choose(self, call: IndexCall) -> Tensor:
-        """Write down what the keys of an indexer take -> (1, total, 1), what `attend` does not read."""
+        """Record the cache for an indexer's keys -> (1, total, 1) indices, which `attend` does not read."""
         dim = call.key.shape[-1]
         self.indexers[indexer_layer(cast(int, cast(Any, call.module).layer_idx))] = AttentionSpec(
             layout="paged",
@@ -136,7 +136,7 @@ class Probe:
 
 
 class _ProbeCache(StepCache, DynamicCache):  # type: ignore[misc]
-    """A StepCache that a model can make its masks from."""
+    """A StepCache that also has what a model needs to make its masks."""
 
     def __init__(self, config: PreTrainedConfig, states: StateProbe) -> None:
         DynamicCache.__init__(self, config=config)
@@ -146,7 +146,7 @@ class _ProbeCache(StepCache, DynamicCache):  # type: ignore[misc]
         return 0
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """(keys, position of the first one), also where no layer has attention."""
+        """(number of keys, position of the first key), also for a model without attention layers."""
         return query_length, 0
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
@@ -159,7 +159,7 @@ class ModelLayers(NamedTuple):
 
     attention: what each attention layer asks of attention on a paged cache, by layer_idx, in the order of the layers
     states:    what each call of a recurrence keeps
-    indexers:  what the keys by which queries choose take in the cache, by `indexers.indexer_layer`
+    indexers:  the spec of the cache for each indexer's keys, by `indexers.indexer_layer`
     """
 
     attention: dict[int, AttentionSpec]
@@ -170,15 +170,15 @@ class ModelLayers(NamedTuple):
 def model_layers(model_or_config: PreTrainedModel | PreTrainedConfig) -> ModelLayers:
     """What the layers of a causal model keep of a sequence, found by one forward of a single token.
 
-    A config is tried out on the meta device, without weights, or with zeros in their place if the model's code reads values.
+    A config is tried out on the meta device without weights, or, if the model's code reads values, with zeros as weights.
 
     Raises UnsupportedModelError with the reason if the model cannot run on a paged cache, for example because it keeps a state
-    by code that is not known, or because its masks are more than causality, windows and chunks.
+    by code that is not known here, or because its masks are more than causality, windows and chunks.
     """
     if isinstance(model_or_config, PreTrainedModel):
         return _probe(model_or_config)
     config = copy.deepcopy(model_or_config)
-    # the other implementations of experts read the router's choice, which has no values on the meta device
+    # other implementations of experts read which experts the router chose, and tensors on the meta device have no values
     config._experts_implementation = "batched_mm"
     auto = auto_class(config)
     with torch.device("meta"):
@@ -187,18 +187,18 @@ def model_layers(model_or_config: PreTrainedModel | PreTrainedConfig) -> ModelLa
 
 
 def run_without_weights(model: torch.nn.Module, forward: Callable[[], T]) -> T:
-    """What `forward` of a model on the meta device returns. If the model's code reads values, it is called again, with zeros as
-    weights.
+    """Call `forward` for a model on the meta device, and if the model's code reads values, call it again with zeros as weights.
+    Returns the result.
 
     Some mixtures (Aria, JetMoE, LongCat-Flash) read which experts a router chose, and gated delta nets call `Tensor.item()`.
-    On the meta device PyTorch refuses both, with NotImplementedError or another RuntimeError. A forward that fails for another
+    On the meta device PyTorch refuses both with NotImplementedError or another RuntimeError. A forward that fails for another
     reason fails again with the zeros.
     """
     try:
         with torch.device("meta"):
             return forward()
     except RuntimeError as error:  # NotImplementedError is one
-        if isinstance(error, FaServeError):  # a refusal
+        if isinstance(error, FaServeError):  # fa_serve refuses the model
             raise
     _give_zeros(model)
     return forward()
@@ -215,9 +215,9 @@ def _give_zeros(model: torch.nn.Module) -> None:
 
 
 def check_attention_precision(layers: Iterable[AttentionSpec], page_size: int, precision: Precision) -> None:
-    """Raise ParameterError, with the reasons of the backends, unless prompts of these layers have products in `precision`.
+    """Raise ParameterError, with the backends' reasons, unless some backend computes prompts of each layer in `precision`.
 
-    layers: as from `model_layers`, whose products in q's dtype ("bf16") every device has
+    layers: specs from `model_layers`. "bf16" (products in q's dtype) is not checked, because every device has it
     """
     for layer in dict.fromkeys(layers) if precision != "bf16" else ():
         paged = replace(layer, layout="paged", page_size=page_size, precision=precision)
@@ -230,7 +230,7 @@ def check_attention_precision(layers: Iterable[AttentionSpec], page_size: int, p
 
 
 def attention_backends(layers: Iterable[AttentionSpec], page_size: int, precision: Precision) -> dict[str, tuple[str, ...]]:
-    """The backends that serve these layers over pages, for "prompts" and for "decoding": the one of most layers first."""
+    """The backends that serve these layers on a paged cache, for "prompts" and for "decoding", by falling number of layers."""
     counts: dict[str, Counter[str]] = {"prompts": Counter(), "decoding": Counter()}
     for layer, count in Counter(layers).items():
         paged = replace(layer, layout="paged", page_size=page_size)
@@ -244,7 +244,7 @@ def check_model(model_or_config: PreTrainedModel | PreTrainedConfig) -> None:
     model_layers(model_or_config)
 
 
-# arguments of the model's forward that `paged_forward` passes
+# the arguments that `paged_forward` passes to the model's forward
 _FORWARD_ARGUMENTS = {"input_ids", "position_ids", "attention_mask", "use_cache", "logits_to_keep"}
 
 
@@ -254,7 +254,8 @@ def _probe(model: PreTrainedModel) -> ModelLayers:
     if computes_attention(model):
         return _probe_own_attention(model)
     for part in (model, *model.modules()):
-        # a tower that fa_serve cannot serve keeps the attention of transformers, and so does the model that holds it
+        # a tower that fa_serve cannot serve keeps the attention of transformers, and so does the config of the whole model:
+        # neither is checked
         if isinstance(part, PreTrainedModel) and (part.config is config or part.config._attn_implementation == NAME):
             check_class(type(part))
     _check_before_a_forward(model, config)
@@ -263,19 +264,19 @@ def _probe(model: PreTrainedModel) -> ModelLayers:
     training = model.training
     try:
         token = torch.zeros((1, 1), dtype=torch.int64, device=model.device)
-        # with a padding mask transformers does not look for packed sequences, which it could not read on the meta device
+        # with a padding mask transformers does not look for packed sequences, which it could not find on the meta device
         inputs: dict[str, Any] = {"attention_mask": torch.ones_like(token), **blank_images(model, 1)}
-        # a model that works on its masks has tensors, which do not tell causality from a window that is in no config
+        # a model that computes with its masks gets tensors, which do not show a window: the config tells whether there is one
         makes_masks = seat_mask_makers(model) or (handles_mask(config) and getattr(config, "sliding_window", None) is None)
         chooses = seat_short_choices(model) is not None
         if find_indexers(model):
             inputs["attention_mask"] = _masks_of_choosing(model, config)
         elif makes_masks:
-            # causality is all that its masks say, and its modules would read them
+            # an empty mask stands for masks that say nothing but causality, because the modules would read their values
             inputs["attention_mask"] = torch.empty((1, 1, 0, 0), dtype=torch.bool, device=model.device)
         if name is not None:
             inputs[name] = _ProbeCache(config, probe.states)
-        # a batch says itself which tokens attend both ways, and text has none
+        # the engine's batch determines which tokens attend both ways; in text there are none
         with _seated(model), riding(probe), leaving_out_blocks():
             output = model.train(False)(input_ids=token, use_cache=True, fa_serve_batch=probe, **inputs)
     except UnsupportedModelError as error:
@@ -283,7 +284,7 @@ def _probe(model: PreTrainedModel) -> ModelLayers:
     except Exception as error:
         if name is None:
             raise
-        # the code of a module that keeps states may ask for a part of transformers' cache which StepCache does not have
+        # the code of a module that keeps states may need a part of transformers' cache that StepCache does not have
         told = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         raise UnsupportedModelError(
             f"{type(model).__name__} cannot run on a paged cache: its forward fails ({told})"
@@ -302,16 +303,16 @@ def _probe(model: PreTrainedModel) -> ModelLayers:
     _refuse_if(missing, model, f"its forward takes no {sorted(missing)}")
     if found and "position_ids" not in inspect.signature(model.forward).parameters and model.device.type != "meta":
         _refuse_if(not _hands_positions_down(model), model, "its forward does not hand position_ids down")
-    # layers that attend to images do not run without them (Llama 3.2 Vision)
+    # layers that attend to images do not run without images (Llama 3.2 Vision)
     without_images = set(getattr(config, "cross_attention_layers", None) or ())
-    # beside states, a layer may be an MLP alone
+    # in a model with states, a layer may have no attention, such as a layer that is only an MLP
     if name is None and found != [i for i in range(config.num_hidden_layers) if i not in without_images]:
         _refuse_if(True, model, f"only layers {found} of its {config.num_hidden_layers} layers use the attention interface")
     return ModelLayers({i: probe.layers[i] for i in found}, probe.states.found, probe.indexers)
 
 
 def _probe_own_attention(model: PreTrainedModel) -> ModelLayers:
-    """`_probe` for a model that computes its attention itself. With its weights, the logits of steps are compared."""
+    """`_probe` for a model that computes its attention itself. If it has weights, logits of the engine's steps are compared."""
     config = model.config.get_text_config()
     _check_before_a_forward(model, config)
     probe = Probe()
@@ -325,7 +326,7 @@ def _probe_own_attention(model: PreTrainedModel) -> ModelLayers:
             raise UnsupportedModelError("it computes its attention itself, which does not follow a mask over gathered keys")
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{type(model).__name__} cannot run on a paged cache: {error}") from error
-    except Exception as error:  # the code of a model may ask for a part of transformers' cache which there is not
+    except Exception as error:  # the code of a model may need a part of transformers' cache that is missing here
         told = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         raise UnsupportedModelError(
             f"{type(model).__name__} computes its attention itself, and its forward fails on a paged cache ({told})"
@@ -334,8 +335,9 @@ def _probe_own_attention(model: PreTrainedModel) -> ModelLayers:
 
 
 def _masks_of_choosing(model: PreTrainedModel, config: Any) -> Tensor | dict[str, Any]:
-    """The masks of a model with indexers. They are empty, because causality is all that they say, and its modules would read
-    them. Layers whose queries choose no keys get what transformers' masks say, which is compared with what the layers ask for.
+    """The masks of a model with indexers. Layers whose queries choose keys get empty ones: their masks would say nothing but
+    causality, and the modules would read the values. Other layers get implicit masks that say what transformers' masks would
+    say, so that `Probe` compares them with what the layers ask for.
     """
     empty = torch.empty((1, 1, 0, 0), dtype=torch.bool, device=model.device)
     kinds = set(getattr(config, "layer_types", None) or ())
@@ -350,7 +352,7 @@ def _masks_of_choosing(model: PreTrainedModel, config: Any) -> Tensor | dict[str
 
 
 def _is_numbered(model: PreTrainedModel) -> bool:
-    """Whether a model that makes its positions computes the same with those of `first_position`."""
+    """Whether a model that makes its own positions computes the same with positions that start at `first_position`."""
     first = first_position(model)
     embeddings: Any = model.get_input_embeddings()
     ids = torch.arange(first, first + 5, device=model.device)[None] % embeddings.num_embeddings
@@ -364,20 +366,23 @@ def _hands_positions_down(model: PreTrainedModel) -> bool:
     """Whether the positions that a forward takes among its **kwargs change what it computes."""
     places = torch.arange(5, device=model.device)[None]
     with riding(OneSequence()):
-        # one after the other, and far apart
+        # consecutive positions, and positions that are far apart
         near, far = (model(input_ids=places, position_ids=x, use_cache=False).logits for x in (places, places * 7))
     return not torch.equal(near, far)
 
 
 @contextmanager
 def _seated(model: PreTrainedModel) -> Iterator[None]:
-    """Inside, every module with a state and every indexer is seated. Raises UnsupportedModelError for one that cannot be."""
+    """Inside, modules with states have a `SeatedMixer` as forward, and indexers a `SeatedIndexer`.
+
+    Raises UnsupportedModelError for a module that cannot have one.
+    """
     seated = []
     try:
         for module in find_indexers(model):
             if "forward" not in vars(module):
                 require_parts(module)
-                # the values of its numbers do not matter here
+                # which numbers are rotated does not matter here, because no result is read
                 module.forward = SeatedIndexer(module, IndexerRotation("halves"))
                 seated.append(module)
         for number, module in enumerate(find_state_modules(model)):
@@ -391,24 +396,24 @@ def _seated(model: PreTrainedModel) -> Iterator[None]:
 
 
 def _missing_arguments(model: PreTrainedModel) -> set[str]:
-    """The arguments of `paged_forward` that the model's forward does not take."""
+    """The arguments that `paged_forward` passes and that the model's forward does not take."""
     parameters = inspect.signature(model.forward).parameters
     missing = _FORWARD_ARGUMENTS - set(parameters)
     whole: Any = model
     if whole.get_output_embeddings() is not None:
-        missing -= {"logits_to_keep"}  # `_keeping_rows` does without
+        missing -= {"logits_to_keep"}  # `_keeping_rows` does not need it
     if all(parameter.kind is not inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         return missing | {"**kwargs"}
     inner = inspect.signature(whole.base_model.forward).parameters
-    missing -= {"position_ids"} & set(inner)  # Evolla hands it down; `_hands_positions_down` looks whether it does
-    return missing - {"use_cache"}  # Granite's mixtures hand it on; a cache that nobody asked for would change no number
+    missing -= {"position_ids"} & set(inner)  # Evolla hands it down; `_hands_positions_down` checks this
+    return missing - {"use_cache"}  # Granite's mixtures hand it on; an unused cache would not change the result
 
 
 def _check_before_a_forward(model: PreTrainedModel, config: PreTrainedConfig) -> None:
-    """Refuse what the model's class and config alone rule out."""
+    """Raise UnsupportedModelError for a model that its class and config alone rule out."""
     missing = _missing_arguments(model)
     if state_argument(model) is not None:
-        missing -= {"position_ids"}  # a model whose layers all keep states needs none; `_probe` looks again
+        missing -= {"position_ids"}  # a model without attention layers needs none; `_probe` checks again if it has some
     _refuse_if(config.is_encoder_decoder, model, "it is an encoder-decoder, whose cross-attention has no place in the cache")
     _refuse_if(model._is_stateful and state_argument(model) is None, model, "it keeps more than keys and values")
     _refuse_if(missing, model, f"its forward takes no {sorted(missing)}")
@@ -424,7 +429,7 @@ def _refuse_if(condition: object, model: PreTrainedModel, reason: str) -> None:
 
 
 def _rope_types(config: PreTrainedConfig) -> set[str]:
-    """The kinds of rotary embedding in a config, which has one set of parameters, or one for each kind of layer."""
+    """The kinds of rotary embedding in a config. A config has one set of parameters, or one for each kind of layer."""
     parameters = getattr(config, "rope_parameters", None) or {}
     nested = [p for p in parameters.values() if isinstance(p, dict)]
     return {p.get("rope_type", "default") for p in nested or [parameters]}

@@ -1,4 +1,4 @@
-"""How a model comes to use fa_serve: by the name of the implementation when it is loaded, or by `patch` afterwards.
+"""How to make a model use fa_serve: by the name of the implementation when it is loaded, or by `patch` afterwards.
 
 model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="fa_serve")
 model = fa_serve.patch(model)      # a model that is loaded already
@@ -32,14 +32,15 @@ log = logging.getLogger("fa_serve.hf")
 def patch(model: PreTrainedModel) -> PreTrainedModel:
     """Switch a loaded model to fa_serve, in place, and return it.
 
-    Modules that keep recurrent states compute them by `fa_serve.ops` from then on if that is proven to change nothing, and the
-    log says why if it is not.
+    Modules that keep recurrent states then compute them by `fa_serve.ops` if a proof shows that the results stay the same.
+    Otherwise they stay as they are, and the log says why.
 
-    To switch some parts of a model only, call `model.set_attn_implementation({"text_config": "fa_serve"})` instead.
+    To switch only some parts of a model, call `model.set_attn_implementation({"text_config": "fa_serve"})` instead.
 
-    Raises UnsupportedModelError, and changes nothing, if fa_serve cannot serve a part of it; TypeError for what is no model.
+    Raises UnsupportedModelError, and changes nothing, if fa_serve cannot serve a part of the model; TypeError for an object
+    that is no model of transformers.
     """
-    if not hasattr(model, "set_attn_implementation"):  # others' wrappers pass this method on
+    if not hasattr(model, "set_attn_implementation"):  # wrappers of other libraries pass this method on to their model
         rule = "model must be a model of transformers, as from_pretrained returns it (PreTrainedModel)"
         got = f"{type(model).__module__}.{type(model).__qualname__}"
         raise TypeError(
@@ -63,8 +64,8 @@ def patch(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def patch_parts(model: PreTrainedModel) -> PreTrainedModel:
-    """Switch a loaded model to fa_serve, in place: all of it, or its language model if a tower cannot be served. A model that
-    computes its attention itself, in a way that the engine can serve, stays as it is.
+    """Switch a loaded model to fa_serve, in place: all of it, or only its language model if a tower cannot be served. A model
+    that computes its attention itself, in a way that the engine can serve, stays as it is.
 
     Raises UnsupportedModelError if the language model cannot be served in any of these ways.
     """
@@ -88,8 +89,8 @@ def patch_parts(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def register() -> None:
-    """Make `attn_implementation="fa_serve"` and `experts_implementation="fa_serve"` known to transformers; called by
-    `import fa_serve`, harmless when repeated."""
+    """Make `attn_implementation="fa_serve"` and `experts_implementation="fa_serve"` known to transformers. `import fa_serve`
+    calls this; calling it again is harmless."""
     AttentionInterface.register(NAME, attention_forward)
     AttentionInterface.register(PAGED_NAME, paged_attention)
     AttentionMaskInterface.register(NAME, mask_forward)
@@ -99,12 +100,12 @@ def register() -> None:
 
 
 def _wrap_methods() -> None:
-    """Let two methods of transformers' models ask fa_serve first."""
+    """Wrap two methods of transformers' models, so that they call fa_serve first."""
     original: Any = PreTrainedModel.get_correct_attn_implementation
     switch: Any = PreTrainedModel.set_attn_implementation
 
-    # transformers calls this method for every model and part of a model that it makes or switches, and would accept a name that
-    # is registered for all of them
+    # transformers calls this method for every model, or part of a model, that it makes or switches, and would accept a
+    # registered name for all of them, although some cannot use fa_serve
     @functools.wraps(original)
     def get_correct_attn_implementation(self: PreTrainedModel, requested: str | None, *args: Any, **kwargs: Any) -> Any:
         if requested in (NAME, PAGED_NAME):
@@ -113,7 +114,8 @@ def _wrap_methods() -> None:
             enable()
         return original(self, requested, *args, **kwargs)
 
-    # transformers leaves a model as it is if the source of its class cannot be read, unless a base class has an answer
+    # If the source of a class cannot be read, transformers does not switch the model, unless a base class keeps an answer. So
+    # `read_source` first lets the base classes answer
     @functools.wraps(switch)
     def set_attn_implementation(self: PreTrainedModel, attn_implementation: Any, *args: Any, **kwargs: Any) -> Any:
         asked = attn_implementation.values() if isinstance(attn_implementation, dict) else (attn_implementation,)

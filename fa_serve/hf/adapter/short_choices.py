@@ -1,11 +1,12 @@
-"""Modules whose queries choose among more keys than a number, and all of them up to it (MiniMax M3, GLM 5 Next).
+"""Modules whose queries choose keys in sequences longer than a limit, and all keys in shorter ones (MiniMax M3, GLM 5 Next).
 
-    limit = seat_short_choices(model)     # tokens of a sequence up to which every key is chosen; None for a model without
-                                          # raises UnsupportedModelError for a module that leaves out keys before
+    limit = seat_short_choices(model)     # tokens of a sequence up to which queries choose all keys; None without such modules
+                                          # raises UnsupportedModelError for a module that leaves out keys of shorter sequences
 
-Such a module scores blocks or pools of keys and keeps the best ones. Its choice is not built for pages, but up to `limit`
-tokens there is none: attention to all keys is what the model computes. So a module says nothing while a batch rides along, and
-keeps no keys, and the engine takes no longer sequences. Without a batch, as in `generate`, its own code runs.
+Such a module scores blocks or pools of keys and keeps the best ones. The engine cannot make this choice on a paged cache, but
+in sequences of up to `limit` tokens there is nothing to choose: the model attends to all keys. So while a batch rides along,
+the module returns no choice and keeps no keys, and the engine takes no longer sequences. Without a batch, as in `generate`, the
+module's own code runs.
 
 Left out: indexers of single keys, which choose from a paged cache (indexers.py).
 """
@@ -30,7 +31,7 @@ _TOKENS = 24
 
 
 class Silent:
-    """Takes the place of a method of one module, and returns `said(arguments)` while a batch rides along."""
+    """Replaces a method of one module: returns `said(arguments)` while a batch rides along, and otherwise calls the method."""
 
     def __init__(self, module: nn.Module, method: str, said: Callable[..., Any]) -> None:
         self.module = module
@@ -47,26 +48,26 @@ class Silent:
 
 
 def no_blocks(*args: Any, **kwargs: Any) -> None:
-    """No blocks of keys have been chosen, which attention takes for all of them."""
+    """Return None as the chosen blocks of keys, which attention takes to mean all blocks."""
 
 
 def no_keys(*, hidden_states: Tensor, **kwargs: Any) -> Tensor:
-    """The same as indices of keys, of which there are none."""
+    """Return indices of no keys, (batch, seqlen, 0), which attention takes to mean all keys."""
     return torch.empty(*hidden_states.shape[:2], 0, dtype=torch.int32, device=hidden_states.device)
 
 
 def empty_mask(*, query_states: Tensor, **kwargs: Any) -> Tensor:
-    """A mask that says nothing, as `paged_output` passes it."""
+    """An empty mask, as `paged_output` passes it."""
     return torch.empty((1, 1, 0, 0), dtype=torch.bool, device=query_states.device)
 
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """One way to choose.
+    """One way in which modules choose keys.
 
-    calls: the method of a cache that the module's own forward calls; has: an attribute by which the kind is known
-    limit: how many tokens all keys are chosen up to
-    said:  see `Silent`; mask_of: the method by which its attention makes a mask of the choice
+    calls: the method of a cache that the module's own forward calls; has: an attribute of the module that identifies the kind
+    limit: up to how many tokens of a sequence all keys are chosen
+    said:  see `Silent`; mask_of: the method by which the parent's attention turns the choice into a mask, or ""
     chosen: which keys each of `_TOKENS` random tokens chooses by the module's own code, (tokens, tokens) bool
     """
 
@@ -117,7 +118,7 @@ _KINDS = (
 
 
 def find_short_choices(model: nn.Module) -> Iterator[tuple[nn.Module, _Kind]]:
-    """The modules that choose in one of these ways."""
+    """The modules that choose keys in one of the ways of `_KINDS`, each with its way."""
     for module in model.modules():
         code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
         names = set() if code is None else set(code.co_names)
@@ -128,7 +129,10 @@ def find_short_choices(model: nn.Module) -> Iterator[tuple[nn.Module, _Kind]]:
 
 @torch.no_grad()
 def seat_short_choices(model: PreTrainedModel) -> int | None:
-    """Let the modules that choose say nothing while a batch rides along. Returns the tokens up to which that is right."""
+    """Let the modules that choose keys make no choice while a batch rides along.
+
+    Returns the number of tokens of a sequence up to which this is right, or None for a model without such modules.
+    """
     found = list(find_short_choices(model))
     for module, kind in found:
         if "forward" in vars(module):
@@ -145,12 +149,12 @@ def seat_short_choices(model: PreTrainedModel) -> int | None:
 
 
 def module_device(module: nn.Module) -> torch.device:
-    """Where the weights of a module are."""
+    """The device of a module's weights."""
     return next(module.parameters()).device
 
 
 def length_limit(model: PreTrainedModel) -> int | None:
-    """What `seat_short_choices` has returned for a model; None for one that it has not seen."""
+    """What `seat_short_choices` has returned for a model; None for a model that it has not been called for."""
     return cast("int | None", model.__dict__.get(_NOTE))
 
 

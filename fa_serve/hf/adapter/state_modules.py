@@ -3,14 +3,14 @@
     for module in find_state_modules(model):
         module.forward = SeatedMixer(module, number)
 
-No module is recognised by the name of its class: its own code updates a state of the cache. That code calls functions of its
-modeling module by name, such as `causal_conv1d_fn`. A `SeatedMixer` is the same code with other functions under these names.
-Nothing is replaced outside of the instance: another model of the same class stays as it is.
+Modules are not recognised by class name, but because their own code updates a state of the cache. That code calls functions of
+its modeling module by name, such as `causal_conv1d_fn`. A `SeatedMixer` runs the same code with other functions under these
+names. Nothing is replaced outside of the instance: another model of the same class stays as it is.
 
-The functions translate transformers' words into a `StateCall`. What computes it is found in the argument of the forward that is
-a `StepCache`. Without one, as in `generate`, the call is computed as it comes, with the initial state that it is given.
+The functions translate transformers' arguments into a `StateCall`. If an argument of the forward is a `StepCache`, its `states`
+computes the call. Otherwise, as in `generate`, the call is computed directly, with the initial state that it is given.
 
-Left out: whether the result is that of the module's own code, which surgery/states.py proves.
+Left out: whether the result equals that of the module's own code, which surgery/states.py proves.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def find_state_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def exchanged_functions(module: nn.Module) -> list[str]:
-    """The functions that a module calls and that `SeatedMixer` exchanges, by name."""
+    """The names of the functions that a module calls and that `SeatedMixer` exchanges."""
     return sorted(FUNCTIONS.keys() & _names_of(module))
 
 
@@ -67,7 +67,7 @@ def _own_forward(module: nn.Module) -> Any:
 
 
 def _own_forward_with(module: nn.Module, functions: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
-    """The code of a module's own forward, which takes the module first, with other functions under these names."""
+    """The code of a module's own forward, with other functions under these names. Its first argument is the module."""
     own = _own_forward(module)
     forward = types.FunctionType(
         own.__code__, {**own.__globals__, **functions}, own.__name__, own.__defaults__, own.__closure__
@@ -76,7 +76,7 @@ def _own_forward_with(module: nn.Module, functions: Mapping[str, Callable[..., A
     name = cache_argument(own)
 
     def with_any_cache_name(*args: Any, **kwargs: Any) -> Any:
-        # wrappers of the module's forward, which this code has not, let callers use the names of earlier releases
+        # callers may name the cache as earlier releases did; wrappers of the forward translate such names, but are not in `own`
         return forward(*args, **{name if given in CACHE_NAMES else given: value for given, value in kwargs.items()})
 
     return with_any_cache_name
@@ -85,8 +85,8 @@ def _own_forward_with(module: nn.Module, functions: Mapping[str, Callable[..., A
 def reference_forward(module: nn.Module) -> Callable[..., Any]:
     """A module's own forward with transformers' PyTorch code of its recurrences.
 
-    Where flash-linear-attention, causal-conv1d or mamba-ssm is installed, transformers puts their functions in the place of its
-    code. They round products to TF32 or bfloat16, so that nothing can be proven equal to them.
+    If flash-linear-attention, causal-conv1d or mamba-ssm is installed, transformers replaces this code with their functions.
+    These round products to TF32 or bfloat16, so no other code can be proven equal to them.
     """
     functions = _own_forward(module).__globals__
     names = exchanged_functions(module)
@@ -98,9 +98,9 @@ def reference_forward(module: nn.Module) -> Callable[..., Any]:
 class SeatedMixer:
     """The forward of a module with a state, with recurrences of `fa_serve.ops`.
 
-    number:   of the module in `find_state_modules`
-    uncalled: names of its linear layers that its code does not call, but whose weights it multiplies itself: no adapter adds to
-              these
+    number:   index of the module in `find_state_modules`
+    uncalled: names of linear layers of the module that its code does not call, because it multiplies with their weights itself:
+              no adapter takes effect in these
 
     Raises UnsupportedModelError for a module that calls none of the functions that are exchanged.
     """
@@ -117,7 +117,7 @@ class SeatedMixer:
         self._num_calls = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy of the module calls functions that belong to the copy."""
+        """Copying the module makes a SeatedMixer for the copy."""
         return SeatedMixer, (self.module, self.number, self.uncalled)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -144,7 +144,7 @@ class SeatedMixer:
                 output_final_state=output_final_state,
                 cu_seqlens=cu_seqlens,
             )
-            # a cache of packed sequences has room for one, and goes on with the last
+            # a cache has room for the state of one sequence: it keeps that of the last packed sequence, which may go on
             return out, state if state is None or cu_seqlens is None else state[-1:]
         key = StateKey(self.number, self._num_calls)
         self._num_calls += 1
@@ -181,7 +181,7 @@ def delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     **unused: Any,
 ) -> Result:
-    """`torch_chunk_gated_delta_rule` and `chunk_kimi_delta_attention`, whose rows come as `ops.gated_delta_rule` takes them."""
+    """`torch_chunk_gated_delta_rule` and `chunk_kimi_delta_attention`. Rows have the layout of `ops.gated_delta_rule`."""
     rows = {"q": query, "k": key, "v": value, "g": g, "beta": beta}
     call = StateCall(DELTA_RULE, rows, {"use_qk_l2norm": use_qk_l2norm_in_kernel})
     return compute(call, initial_state, output_final_state)
@@ -204,7 +204,7 @@ def state_space(
     return_final_states: bool = False,
     **unused: Any,
 ) -> Tensor | Result:
-    """`mamba2_chunk_scan`, whose rows come as `ops.ssd` takes them."""
+    """`mamba2_chunk_scan`. Rows have the layout of `ops.ssd`."""
     fixed = {"a": A, "d": D, "dt_bias": dt_bias, "dt_softplus": dt_softplus, "dt_limit": tuple(dt_limit)}
     call = StateCall(SSD, {"x": hidden_states, "dt": dt, "b": B, "c": C}, fixed)
     out, state = compute(call, initial_states, return_final_states)
@@ -241,5 +241,5 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "mamba2_chunk_scan": state_space,
     "mamba_selective_scan": scan,
 }
-"""What takes the place of which function of a modeling module. The functions for single tokens are not exchanged: with a
-`StepCache` they are not called, and in `generate` they are transformers' own."""
+"""The replacements of functions of modeling modules, by the name of the function. Functions for single tokens are not replaced:
+with a `StepCache` they are not called, and `generate` uses transformers' own."""

@@ -1,18 +1,18 @@
-"""What layers with a recurrence are given in a forward of the engine, in the place of transformers' cache.
+"""The cache that layers with a recurrence get in a forward of the engine, instead of transformers' cache.
 
     cache = StepCache(position_ids, states)           # `paged_output` passes it as the model's cache
-    out = cache.states.compute(key, call)             # what a mixer's recurrence comes to (state_modules.py)
+    out = cache.states.compute(key, call)             # the result of a mixer's recurrence (state_modules.py)
 
-A mixer of transformers asks its cache whether there is a previous state, or for that state itself (releases later than 5.17),
-and takes one code for prompts and another one for single tokens. `StepCache` says that there is none and keeps nothing, so that
-every mixer takes the code for prompts, for any number of tokens. What its recurrences compute then, with states and for packed
-sequences, is the business of `states`:
+A mixer of transformers asks its cache whether there is a previous state, or for that state itself (releases after 5.17). It has
+one code path for prompts and another for single tokens. `StepCache` says that there is no previous state and keeps nothing, so
+every mixer takes the path for prompts, for any number of tokens. On this path, `states` computes the recurrences, with the
+states of all packed sequences:
 
-    PagedStates      a step of the engine, on state pages and tails
-    WholeSequence    one sequence from its first token on, for all that is no step of the engine
-    StateProbe       nothing: it writes down what is kept of a sequence
+    PagedStates      computes a step of the engine, on state pages and tails
+    WholeSequence    computes one sequence from its first token on, outside the engine's steps
+    StateProbe       computes nothing: it records what is kept of a sequence
 
-Left out: how the words of a mixer become a `StateCall`, which `state_modules.py` knows.
+Left out: how the arguments of a mixer become a `StateCall` (`state_modules.py`).
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from fa_serve.spec import UnsupportedModelError
 
 @dataclass(frozen=True, slots=True)
 class StateOp:
-    """A recurrence or a convolution of `fa_serve.ops`, in its forms.
+    """A recurrence or a convolution of `fa_serve.ops`, in its two forms.
 
-    whole, paged: for whole sequences, and for a step of the engine
-    state:        says what is kept, from those arguments of the call that `sizes` names
-    out:          the argument whose shape and dtype the output has
+    whole, paged: the functions for whole sequences and for a step of the engine
+    state:        returns what is kept of a sequence, given the arguments of the call that `sizes` names
+    out:          name of the argument that has the shape and dtype of the output
     """
 
     whole: Callable[..., tuple[Tensor, Tensor | None]]
@@ -51,10 +51,10 @@ SELECTIVE_SCAN = StateOp(ops.selective_scan, ops.selective_scan_paged, ops.selec
 
 
 class StateCall(NamedTuple):
-    """One call of a recurrence, in the words of `fa_serve.ops`.
+    """One call of a recurrence, with the argument names of `fa_serve.ops`.
 
     rows:  arguments with a row for each token, (batch, seqlen, ...)
-    fixed: the others, such as weights
+    fixed: all other arguments, such as weights
     """
 
     op: StateOp
@@ -63,24 +63,24 @@ class StateCall(NamedTuple):
 
 
 class StateKey(NamedTuple):
-    """The owner of a state. module: number in `find_state_modules`; call: number of the call in a forward of the module"""
+    """Identifies a state. module: index in `find_state_modules`; call: index of the call in a forward of the module"""
 
     module: int
     call: int
 
 
 class ComputesStates(Protocol):
-    """Answers for the recurrences of a forward. layer_idx: see `StepCache.update`"""
+    """Computes the recurrences of a forward. layer_idx: see `StepCache.update`"""
 
     layer_idx: int | None
 
     def compute(self, key: StateKey, call: StateCall) -> Tensor:
-        """The output of a call whose batch is 1, (1, total, ...)."""
+        """The output of a call with batch 1, (1, total, ...)."""
         ...
 
 
 class WholeSequence:
-    """The tokens are one sequence, from its first one on."""
+    """Computes recurrences over tokens that are one sequence from its first token on."""
 
     def __init__(self) -> None:
         self.layer_idx: int | None = None
@@ -90,7 +90,7 @@ class WholeSequence:
 
 
 class StateProbe:
-    """Writes down what is kept of a sequence, and computes nothing.
+    """Records what is kept of a sequence, and computes nothing.
 
     found: StateSpec by key
     """
@@ -108,7 +108,7 @@ class StateProbe:
 
 
 class PagedStates:
-    """A step of the engine. tensors: the states of the model by key; batch: what the step says about its sequences"""
+    """Computes a step of the engine. tensors: the states of the model by key; batch: describes the sequences of the step"""
 
     def __init__(self, tensors: Mapping[StateKey, ops.StateTensors], batch: ops.StateBatch) -> None:
         self.layer_idx: int | None = None
@@ -121,17 +121,17 @@ class PagedStates:
 
 
 class _Layer:
-    """What a mixer may ask of one layer of its cache."""
+    """The part of a cache layer's interface that a mixer may read."""
 
     record_past = False
 
 
 class StepCache:
-    """Takes the place of a model's cache in a forward over packed tokens.
+    """Replaces a model's cache in a forward over packed tokens.
 
-    position_ids: (total,) int64. Llama 4 counts the positions of its queries from the length of the cache, which it takes to
-                  be the first one. For each token the length is thus what is missing to its position
-    states:       answers for the recurrences of the model
+    position_ids: (total,) int64. Llama 4 takes the length of the cache as the position of its first query and counts on from
+                  there. So `get_seq_length` returns a length for each token: the token's position minus its row
+    states:       computes the recurrences of the model
     """
 
     def __init__(self, position_ids: Tensor, states: ComputesStates | None = None) -> None:
@@ -149,7 +149,7 @@ class StepCache:
         return False
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """The inputs of a convolution before these tokens: none."""
+        """The convolution's inputs from before these tokens: None."""
         return None
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
@@ -159,12 +159,13 @@ class StepCache:
         return False
 
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """The batch keeps the keys and values. It is told their layer, which modules that several layers share do not know."""
+        """Return key and value, because the batch itself keeps them. Note the layer for the batch, because a module that is
+        shared by several layers does not know for which of them it runs."""
         self.states.layer_idx = layer_idx
         return key, value
 
     def update_conv_state(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """The inputs of a convolution, to which transformers' cache adds those before them."""
+        """The inputs of a convolution, unchanged; transformers' cache would put earlier inputs before them."""
         return x
 
     def update_recurrent_state(self, state: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -172,7 +173,7 @@ class StepCache:
 
 
 def take_layer_idx(module: Any, states: ComputesStates | None) -> int:
-    """The layer whose keys an attention module has passed to its cache last, or its own number if there is no such call."""
+    """The layer of an attention call: the one whose keys were last passed to the cache, or else the module's own layer_idx."""
     noted = None if states is None else states.layer_idx
     if states is None or noted is None:
         return cast(int, module.layer_idx)

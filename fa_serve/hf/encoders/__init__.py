@@ -3,8 +3,8 @@
     folder     what a folder asks for: its task, its modules after the transformer, its prompts and its limit
     packed     the transformer and its head on sequences that are packed end to end
     modules    what follows the transformer: pooling, dense layers, normalisation
-    load       all of these, loaded
-    facts      the same without weights, for `fa-serve info`
+    load       loads all of these
+    facts      describes an encoder without its weights, for `fa-serve info`
 
 Left out: which sequences are computed together (fa_serve.engine.pooling).
 """

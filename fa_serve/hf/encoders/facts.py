@@ -1,10 +1,11 @@
-"""What an encoder computes, from its small files alone: for `fa-serve info`.
+"""Describes what an encoder computes, from its small files alone, for `fa-serve info`.
 
     facts = encoder_facts("BAAI/bge-small-en-v1.5", "embed")
     facts.size, facts.pooling, facts.packs             # 384, ("cls",), True
 
-Whether sequences are packed depends on the model's code, and on none of its weights. So one layer of it, with random weights
-and few words, is tried in the same way as the whole model is when it is loaded. Left out: the weights, and the tokenizer.
+Whether sequences can be packed depends only on the model's code, not on its weights. So a model of one layer, with random
+weights and a small vocabulary, is tried in the same way as the whole model is when it is loaded. Left out: the weights, and the
+tokenizer.
 """
 
 from __future__ import annotations
@@ -23,22 +24,22 @@ from fa_serve.hf.encoders.modules import pooling_modes
 from fa_serve.hf.encoders.packed import PackedModel
 
 _WORDS = 1024
-"""Of the vocabulary of the layer that is tried."""
+"""The size of the vocabulary of the model with one layer that is tried."""
 
 
 @dataclass(frozen=True, slots=True)
 class EncoderFacts:
     """What an encoder computes.
 
-    size:       the numbers of a vector, of the weights of words, or of the labels
-    pooling:    how a vector is made of tokens; () where none is made
+    size:       the number of elements of a vector, of word weights, or of labels
+    pooling:    how the vectors of tokens become one vector; () if they do not
     normalizes: whether vectors have length 1
     labels:     names of the classes, by index
-    activation: the name of the class that the folder has for logits; None for the usual one
-    prompts:    names of the texts that come before an input
-    max_tokens: of an input, as the folder says
-    packs:      whether sequences are packed end to end, or padded; None if the layer that is tried cannot be made, and for a
-                model with towers, which are never made smaller
+    activation: the name of the class that the folder names for logits; None for the usual activation
+    prompts:    names of the texts that are put before an input
+    max_tokens: the largest number of tokens of an input, as the folder says
+    packs:      True if sequences are packed end to end, False if they are padded; None if the model with one layer cannot be
+                made, and for a model with towers, of which no smaller one is made
     """
 
     task: EncoderTask
@@ -53,7 +54,7 @@ class EncoderFacts:
 
 
 def encoder_facts(path: str, task: EncoderTask) -> EncoderFacts:
-    """Raises ParameterError for a folder that fa_serve does not compute, and what transformers raises."""
+    """Describe an encoder. Raises ParameterError for a folder that fa_serve does not compute, and errors of transformers."""
     folder = read_folder(path, task)
     config = AutoConfig.from_pretrained(path, **({"subfolder": folder.subfolder} if folder.subfolder else {}))
     return EncoderFacts(
@@ -85,7 +86,7 @@ def _size(folder: EncoderFolder, config: PreTrainedConfig) -> int:
 
 
 def _one_layer(config: PreTrainedConfig) -> PreTrainedConfig:
-    """The config of a model with one layer and few words. Raises what the config raises: some have sizes that are fixed."""
+    """The config of a model with one layer and a small vocabulary. Raises the errors of configs whose sizes are fixed."""
     small: Any = copy.deepcopy(config)
     small.num_hidden_layers = 1
     if getattr(small, "layer_types", None):
@@ -112,8 +113,8 @@ def _packs(config: PreTrainedConfig, auto: Any) -> bool | None:
             torch.manual_seed(0)
             model: Any = with_its_attention(make)[0].eval()
             for parameter in model.parameters():
-                if parameter.dim() > 1:  # so large that a token of another sequence would be seen
+                if parameter.dim() > 1:  # large enough that attention to a token of another sequence shows in the result
                     parameter.normal_(std=parameter.shape[-1] ** -0.5)
             return PackedModel(model).packs
-    except Exception:  # the code of a model may raise anything for sizes that it does not expect
+    except Exception:  # a model's code may raise anything for sizes that it does not expect
         return None

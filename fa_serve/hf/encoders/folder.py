@@ -1,4 +1,4 @@
-"""What a folder of an encoder asks for, read from its small files alone: the task, the modules, the prompts.
+"""Reads what an encoder's folder asks for from its small files alone: the task, the modules, the prompts.
 
     folder = read_folder("BAAI/bge-small-en-v1.5", task=None)
     folder.task                # "embed"
@@ -22,7 +22,7 @@ from fa_serve.hf.model_location import find_model
 from fa_serve.spec import ParameterError
 
 EncoderTask = Literal["embed", "token_embed", "sparse", "score", "classify"]
-"""What an encoder answers with: one vector, a vector for each token, weights of words, the score of a pair, or classes."""
+"""What an encoder answers with: one vector, a vector for each token, word weights, the score of a pair, or classes."""
 TASKS: tuple[str, ...] = ("generate", *get_args(EncoderTask))
 MODULES = "modules.json"
 _TRANSFORMERS = ("Transformer", "MLMTransformer")
@@ -42,7 +42,8 @@ _COLBERT_SETTINGS = (
     "document_prefix",
     "skiplist_words",
 )
-"""Of the general config. sentence-transformers expands queries if a folder has any of them and does not say otherwise."""
+"""Fields of the general config (_GENERAL). If a folder has any of them, sentence-transformers expands queries unless the folder
+says otherwise."""
 _TRANSFORMER_CONFIGS = tuple(
     f"sentence_{name}_config.json" for name in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
 )
@@ -67,13 +68,13 @@ class EncoderFolder:
     """What a folder asks for.
 
     path:        hub name or folder
-    subfolder:   where the transformer and its tokenizer are inside of it; "" for the folder itself
-    modules:     what follows the transformer, in order
-    prompts:     texts that come before an input, by name
-    default_prompt: the name of the prompt of an input for which no prompt is named; None for none
-    max_tokens:  of an input, as the folder says; None leaves it to the tokenizer and the model
-    lower_case:  whether texts are written in lower case before the tokenizer sees them
-    activation:  the name of the class that is applied to the logits of a score or of classes; None for the usual one
+    subfolder:   the part of the folder that has the transformer and its tokenizer; "" for the folder itself
+    modules:     the modules that follow the transformer, in order
+    prompts:     texts that are put before an input, by name
+    default_prompt: the name of the prompt for inputs that name none; None: no prompt
+    max_tokens:  the largest number of tokens of an input, as the folder says; None leaves it to the tokenizer and the model
+    lower_case:  whether texts are converted to lower case before they are tokenized
+    activation:  the name of the class that is applied to the logits of a score or of classes; None for the usual activation
     """
 
     path: str
@@ -88,9 +89,9 @@ class EncoderFolder:
 
 
 def recognise_task(path: str, given: str | None = None) -> str:
-    """The task that a folder or a hub name is for: one of TASKS. given: overrides what its files say
+    """The task of a model, given by its folder or hub name: one of TASKS. given: overrides what the files say
 
-    Raises ParameterError for a task that is not known.
+    Raises ParameterError for an unknown task.
     """
     if given is not None and given not in TASKS:
         raise ParameterError("task", f"be None or one of {', '.join(TASKS)}", given)
@@ -105,7 +106,7 @@ def recognise_task(path: str, given: str | None = None) -> str:
 
 
 def transformer_subfolder(path: str) -> str:
-    """Where the transformer is inside of a folder: `0_Transformer` in those of early sentence-transformers, else ""."""
+    """The subfolder that has the transformer: `0_Transformer` in folders of early sentence-transformers, else ""."""
     for module in read_json(path, MODULES) or ():
         if _kind(module) in _TRANSFORMERS:
             return str(module.get("path", "")).strip("/")
@@ -113,9 +114,9 @@ def transformer_subfolder(path: str) -> str:
 
 
 def read_folder(path: str, task: EncoderTask) -> EncoderFolder:
-    """What the folder asks for when it is to do this task.
+    """What the folder asks for if it is used for this task.
 
-    Raises ParameterError for a module that fa_serve does not compute, that does not lead to the task, or that would be left
+    Raises ParameterError for a module that fa_serve does not compute, that does not fit the task, or that the task would leave
     out.
     """
     listed = read_json(path, MODULES)
@@ -156,9 +157,9 @@ def read_folder(path: str, task: EncoderTask) -> EncoderFolder:
 
 
 def read_json(path: str, name: str) -> Any:
-    """The contents of a file of a folder or of a hub name; None if it has no such file.
+    """The contents of a JSON file in a folder or at a hub name; None if there is no such file.
 
-    Raises OSError for a file that is no JSON.
+    Raises OSError for a file that is not valid JSON.
     """
     if not Path(path).is_dir():
         known = try_to_load_from_cache(path, name)
@@ -180,9 +181,9 @@ def read_json(path: str, name: str) -> Any:
 
 
 def _check_late_interaction(path: str, general: dict[str, Any], settings: dict[str, Any]) -> None:
-    """Refuse what models of late interaction (ColBERT) do to their tokens besides encoding them.
+    """Raise ParameterError if a model of late interaction (ColBERT) does more with its tokens than to encode them.
 
-    What a folder of PyLate does not say has its default there: queries are expanded, and punctuation is skipped.
+    Settings that a PyLate folder lacks have PyLate's defaults: queries are expanded, and punctuation is skipped.
     """
     expands = settings.get("query_expansion") or general.get("query_expansion") or general.get("do_query_expansion")
     if "query_expansion" not in general and general.get("do_query_expansion") is None:
@@ -202,7 +203,7 @@ def _check_late_interaction(path: str, general: dict[str, Any], settings: dict[s
 
 
 def _only(path: str, found: tuple[EncoderModule, ...], task: str, kinds: tuple[str, ...]) -> tuple[EncoderModule, ...]:
-    """The modules, which must be of these kinds. Raises ParameterError for one that the task would leave out."""
+    """Return the modules. Raises ParameterError for a module of any other kind, because the task would leave it out."""
     for module in found:
         if module.kind not in kinds:
             allowed = f"no module but {', '.join(kinds)}" if kinds else "no modules"
@@ -212,7 +213,7 @@ def _only(path: str, found: tuple[EncoderModule, ...], task: str, kinds: tuple[s
 
 
 def _check_order(path: str, found: tuple[EncoderModule, ...]) -> None:
-    """Raise ParameterError unless each module of an embedder reads what the one before it has written."""
+    """Raise ParameterError unless each module of an embedder reads what the module before it has written."""
     if not any(module.kind == "Pooling" for module in found):
         raise ParameterError("task", "be another one for a folder whose modules have no Pooling", "embed")
     _only(path, found, "embed", ("Pooling", "Dense", "LayerNorm", "Normalize"))
@@ -231,13 +232,13 @@ def _check_order(path: str, found: tuple[EncoderModule, ...]) -> None:
 
 
 def _modules_of_tokens(path: str, found: tuple[EncoderModule, ...], model_type: str) -> tuple[EncoderModule, ...]:
-    """What is computed of each token, as `MultiVectorEncoder` of sentence-transformers reads a folder.
+    """The modules that are applied to each token, as `MultiVectorEncoder` of sentence-transformers reads a folder.
 
-    A Dense that names no input is for tokens. Folders of other types than its own, such as PyLate's, get vectors of length 1.
-    Raises ParameterError for a module that is not for tokens.
+    A Dense that names no input is for tokens. In folders of other types than `MultiVectorEncoder`, such as PyLate's, vectors
+    get length 1 if there is a Dense or a Normalize. Raises ParameterError for a module that is not for tokens.
     """
     _only(path, found, "token_embed", ("Dense", "Normalize", "MultiVectorMask"))
-    is_converted = model_type not in ("MultiVectorEncoder", "ColBERT")  # then a Dense behind a pooling becomes one of tokens
+    is_converted = model_type not in ("MultiVectorEncoder", "ColBERT")  # then a Dense for whole texts is applied to tokens
     kept = []
     for module in found:
         reads = module.config.get("module_input_name", _TEXT if module.kind == "Normalize" else _TOKENS)
@@ -248,7 +249,7 @@ def _modules_of_tokens(path: str, found: tuple[EncoderModule, ...], model_type: 
                     rule = f"have no {name} in its MultiVectorMask, because fa_serve gives the vectors of all tokens"
                     raise ParameterError("model", rule, path)
         elif module.kind == "Normalize" and reads == _TEXT:
-            continue  # it has nothing to do where no module makes one vector of a text
+            continue  # it has nothing to normalise, because no module computes one vector for a text
         elif reads == writes and reads in ((_TOKENS, _TEXT) if is_converted else (_TOKENS,)):
             kept.append(module)
         else:
@@ -263,7 +264,7 @@ def _modules_of_tokens(path: str, found: tuple[EncoderModule, ...], model_type: 
 
 
 def _activation_of(general: dict[str, Any], config: dict[str, Any]) -> str | None:
-    """The name of the class that sentence-transformers applies to logits: the newest of the three places that has one."""
+    """The name of the class that sentence-transformers applies to logits, from the newest of three places that names one."""
     own = config.get("sentence_transformers") or {}
     found: str | None = (
         general.get("activation_fn") or own.get("activation_fn") or config.get("sbert_ce_default_activation_function")
@@ -292,7 +293,7 @@ def _modules(path: str, listed: list[dict[str, Any]]) -> list[EncoderModule]:
 
 
 def _transformer_config(path: str, subfolder: str) -> dict[str, Any]:
-    """The settings that sentence-transformers keeps beside the transformer."""
+    """The settings that sentence-transformers keeps next to the transformer."""
     for name in _TRANSFORMER_CONFIGS:
         config = read_json(path, f"{subfolder}/{name}" if subfolder else name)
         if config is not None:
@@ -318,7 +319,7 @@ def _task_of_modules(path: str, modules: list[EncoderModule]) -> EncoderTask:
 
 
 def _task_of_architecture(config: dict[str, Any]) -> str:
-    """By the name of the class that has written the weights: its last part says which head they have."""
+    """The task by the name of the class that wrote the weights: the end of the name says which head they have."""
     architecture = next(iter(config.get("architectures") or ()), "")
     if architecture.endswith("ForSequenceClassification"):
         labels = config.get("id2label") or {}
@@ -328,9 +329,10 @@ def _task_of_architecture(config: dict[str, Any]) -> str:
 
 
 def _default_modules(task: EncoderTask, config: dict[str, Any]) -> tuple[EncoderModule, ...]:
-    """What follows a transformer whose folder does not say it.
+    """The modules after a transformer whose folder does not name any.
 
-    The mean of an encoder, as sentence-transformers takes it. In a causal model only the last token has seen all others.
+    An encoder's tokens are averaged, as in sentence-transformers. In a causal model the last token is taken, because only this
+    token has seen all others.
     """
     if task == "sparse":
         return (EncoderModule("SpladePooling", "", {"pooling_strategy": "max", "activation_function": "relu"}),)

@@ -1,4 +1,4 @@
-"""An encoder, loaded: the transformer with its head, the modules behind it, the tokenizer's facts.
+"""Loads an encoder: the transformer with its head, the modules after it, its labels and its limit of positions.
 
     loaded = load_encoder(folder, dtype="auto", device=torch.device("cpu"))
     loaded.model.hidden(inputs)
@@ -47,7 +47,10 @@ _CLASSES: dict[EncoderTask, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class LoadedEncoder:
-    """modules: behind the transformer. labels: of the logits of a score or of classes, by index, else ()"""
+    """model: the transformer with its head; modules: the modules after the transformer
+
+    labels: names of the logits of a score or of classes, by index, else (); max_positions: see `_max_positions`
+    """
 
     model: PackedModel
     modules: list[nn.Module]
@@ -56,10 +59,10 @@ class LoadedEncoder:
 
 
 def load_encoder(folder: EncoderFolder, *, dtype: str, device: torch.device, trust_remote_code: bool = False) -> LoadedEncoder:
-    """Load what the folder asks for, with fa_serve as the attention where the model lets it be replaced.
+    """Load what the folder asks for. fa_serve computes the attention if the model's attention can be replaced.
 
-    Raises what transformers raises, ParameterError for a folder that fa_serve does not compute, and OSError for weights of a
-    head that are missing.
+    Raises ParameterError for a folder that fa_serve does not compute and for missing weights of the transformer or its head,
+    and OSError for missing weights of a module after it. Errors of transformers propagate.
     """
     found = _load(folder, dtype, device, trust_remote_code)
     model = cast(PreTrainedModel, cast(nn.Module, found).to(device).eval().requires_grad_(False))
@@ -105,8 +108,8 @@ def encoder_class(config: PreTrainedConfig, task: EncoderTask) -> tuple[PreTrain
 
 
 def with_its_attention(make: Callable[[str | None], T]) -> tuple[T, UnsupportedModelError | None]:
-    """What `make` returns for fa_serve as `attn_implementation`; or for None, with the reason, if the attention of the model
-    cannot be replaced."""
+    """What `make` returns for fa_serve as `attn_implementation`, and None. If the model's attention cannot be replaced: what
+    `make` returns for None, and the reason."""
     try:
         return make(NAME), None
     except UnsupportedModelError as error:
@@ -120,7 +123,10 @@ def labels_of(config: Any) -> tuple[str, ...]:
 
 
 def _require_head(folder: EncoderFolder, report: Any) -> None:
-    """A head without weights answers with random numbers. The pooler of a transformer is not used, so it may be missing."""
+    """Raise ParameterError for missing weights, because a head without weights would answer with random numbers.
+
+    The pooler may be missing for tasks that do not use it.
+    """
     missing = sorted(name for name in report["missing_keys"] if "pooler." not in name or folder.task in ("score", "classify"))
     if missing:
         rule = f"have all weights of a model for the task {folder.task} (--task), and {', '.join(missing[:3])} are missing"
@@ -128,7 +134,7 @@ def _require_head(folder: EncoderFolder, report: Any) -> None:
 
 
 def _max_positions(packed: PackedModel) -> int | None:
-    """The tokens of the longest sequence that the model was made for; None if its config does not say."""
+    """The number of tokens of the longest sequence that the model was made for; None if its config does not say."""
     limit = getattr(packed.base.config, "max_position_embeddings", None)
     if limit is None or limit < 0:
         return None

@@ -1,10 +1,10 @@
-"""What follows a transformer in a folder of sentence-transformers: pooling, dense layers, layer norms, normalisation.
+"""The modules after a transformer in a folder of sentence-transformers: pooling, dense layers, layer norms, normalisation.
 
     modules = load_modules(folder, dtype, device)
     vectors = pool(modules, hidden, inputs, skipped=None)           # (sequences, size)
 
-The values are those of packed sequences, (total, size) until `Pooling`, and (sequences, size) behind it. The formulas are those
-of sentence-transformers 6.2 (`sentence_transformer/modules/pooling.py`, `sparse_encoder/modules/splade_pooling.py`).
+Values are those of packed sequences: (total, size) before `Pooling`, and (sequences, size) after it. The formulas are those of
+sentence-transformers 6.2 (`sentence_transformer/modules/pooling.py`, `sparse_encoder/modules/splade_pooling.py`).
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ _ACTIVATIONS = ("Identity", "Tanh", "ReLU", "GELU", "SiLU", "Sigmoid")
 
 
 class TokenPooling(nn.Module):
-    """One vector for each sequence. Several modes are written one behind the other.
+    """Computes one vector for each sequence. The vectors of several modes are concatenated.
 
-    modes:          of POOLING_MODES
-    include_prompt: whether the tokens of the prompt count
+    modes:          some of POOLING_MODES
+    include_prompt: whether the tokens of the prompt are included
     """
 
     def __init__(self, modes: Sequence[str], include_prompt: bool) -> None:
@@ -48,7 +48,7 @@ class TokenPooling(nn.Module):
         self.include_prompt = include_prompt
 
     def forward(self, hidden: Tensor, inputs: PackedInputs, skipped: Integers | None = None) -> Tensor:
-        """hidden: (total, size) -> (sequences, size times the number of modes). skipped: tokens of the prompt, by sequence"""
+        """hidden: (total, size) -> (sequences, size * number of modes). skipped: number of prompt tokens of each sequence"""
         lengths = inputs.cu_seqlens.diff().long()
         first = inputs.first
         places = inputs.positions
@@ -63,7 +63,7 @@ class TokenPooling(nn.Module):
     def _vector(
         self, mode: str, hidden: Tensor, rows: Tensor, places: Tensor, lengths: Tensor, first: Tensor, last: Tensor
     ) -> Tensor:
-        """rows, places, lengths: of the tokens that count; first, last: rows of `hidden`"""
+        """The vectors of one mode. rows, places, lengths: of the included tokens; first, last: indices into `hidden`"""
         if mode == "cls":
             return hidden[first]
         if mode == "lasttoken":
@@ -82,7 +82,7 @@ class TokenPooling(nn.Module):
 
 
 class DenseLayer(nn.Module):
-    """activation(x W + b), with the input added to it if `residual` is not None"""
+    """activation(x W + b). With `use_residual` in the config the input is added, projected if the sizes differ."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class DenseLayer(nn.Module):
 
 
 class UnitLength(nn.Module):
-    """Vectors of length 1."""
+    """Scales vectors to length 1."""
 
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.normalize(x, p=2, dim=-1)
@@ -119,7 +119,7 @@ class LayerNormOfVector(nn.Module):
 
 
 def activation_of(name: str) -> nn.Module:
-    """An activation by the name of its class, as configs have it. Raises ParameterError for another than the known ones."""
+    """An activation by the name of its class, as configs have it. Raises ParameterError for an unknown activation."""
     last = name.rpartition(".")[2]
     if last not in _ACTIVATIONS:
         raise ParameterError("model", f"have activations that are one of {', '.join(_ACTIVATIONS)}", name)
@@ -127,9 +127,9 @@ def activation_of(name: str) -> nn.Module:
 
 
 def load_modules(folder: EncoderFolder, dtype: torch.dtype, device: torch.device) -> list[nn.Module]:
-    """The modules behind the transformer, with their weights, but for those of a sparse encoder.
+    """The modules after the transformer, with their weights, except the pooling of a sparse encoder (`splade_weights`).
 
-    Raises ParameterError for settings that are not known, and OSError for weights that are missing.
+    Raises ParameterError for unknown settings, and OSError for missing weights.
     """
     found: list[nn.Module] = []
     for module in folder.modules:
@@ -146,7 +146,7 @@ def load_modules(folder: EncoderFolder, dtype: torch.dtype, device: torch.device
 
 
 def pooling_modes(module: EncoderModule) -> tuple[str, ...]:
-    """How a `Pooling` makes vectors. Raises ParameterError for a mode that is not known."""
+    """The modes of a `Pooling`. Raises ParameterError for an unknown mode."""
     told = module.config.get("pooling_mode")
     if told is None:
         told = [mode for name, mode in _OLD_MODES.items() if module.config.get(name)] or ["mean"]
@@ -168,7 +168,7 @@ def _with_weights(layer: nn.Module, folder: EncoderFolder, module: EncoderModule
 
 
 def pool(modules: Sequence[nn.Module], hidden: Tensor, inputs: PackedInputs, skipped: Integers | None = None) -> Tensor:
-    """Apply the modules one behind the other -> (sequences, size), or (total, size) without a pooling."""
+    """Apply the modules one after the other -> (sequences, size), or (total, size) without a pooling."""
     x = hidden
     for module in modules:
         x = module(x, inputs, skipped) if isinstance(module, TokenPooling) else module(x)
@@ -178,8 +178,8 @@ def pool(modules: Sequence[nn.Module], hidden: Tensor, inputs: PackedInputs, ski
 def splade_weights(model: PackedModel, hidden: Tensor, inputs: PackedInputs, config: dict[str, Any]) -> Tensor:
     """The weight of each word of the vocabulary (SPLADE: Formal et al. 2021) -> (sequences, vocabulary), 0 or above.
 
-    config: `pooling_strategy` (max or sum) over the tokens, `activation_function` (relu, or log1p_relu, which takes the
-    logarithm twice)
+    config: has `pooling_strategy` over the tokens (max or sum), and `activation_function` (relu, or log1p_relu, which applies
+    log1p twice)
     """
     total: Tensor | None = None
     takes_max = config.get("pooling_strategy", "max") == "max"
@@ -201,7 +201,7 @@ def splade_weights(model: PackedModel, hidden: Tensor, inputs: PackedInputs, con
 
 
 def output_size(modules: Sequence[nn.Module], hidden_size: int) -> int:
-    """The numbers of a vector behind these modules."""
+    """The size of a vector after these modules."""
     size = hidden_size
     for module in modules:
         if isinstance(module, TokenPooling):

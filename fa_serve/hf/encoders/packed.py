@@ -5,9 +5,9 @@
     logits = model.label_logits(hidden, inputs)         # (sequences, labels), of a model for sequence classification
 
 transformers' models take packed sequences as a batch of one with `position_ids` that restart and with `cu_seq_lens_q`, which
-reach the attention of fa_serve. Whether a model follows these is not read in its source: two sequences are computed packed and
-one by one, and a model whose results differ is computed in padded batches. The heads of classification read one token of a
-sequence, or the mean of its tokens. Which it is is found in the same way, and the head's own code then gets that row alone.
+reach the attention of fa_serve. A trial shows whether a model follows these: two sequences are computed packed and one by one,
+and a model whose results differ is computed in padded batches. A classification head reads one token of a sequence, or the mean
+of its tokens. A trial shows which one, too, and the head's own code then gets only that row.
 Left out: pooling (modules.py), and which sequences are computed together (fa_serve.engine.pooling).
 """
 
@@ -40,14 +40,14 @@ from fa_serve.spec import UnsupportedModelError
 log = logging.getLogger("fa_serve.engine")
 
 TOLERANCE = 1e-3
-"""Largest difference of packed sequences from the same ones alone, relative to the largest number, in float32. Another order of
-sums makes 1e-6; a sequence that sees its neighbour makes 0.1 and more."""
+"""The largest allowed difference between packed sequences and the same sequences computed alone, relative to the largest
+number, in float32. Another order of summation gives 1e-6; a sequence that sees its neighbour gives 0.1 and more."""
 COARSE_TOLERANCE = 0.05
-"""The same in 16 bits."""
+"""The same for dtypes of 16 bits."""
 PROBE_LENGTHS = (5, 9)
 Integers = np.ndarray[Any, np.dtype[np.integer[Any]]]
 _OUTPUTS = {"last_hidden_state", "logits"}
-"""What an output has of each token. Fuyu's says that it has logits, and has hidden states."""
+"""Fields of an output that have a value for each token. Fuyu's output class declares logits but holds hidden states."""
 HEAD_TOKENS = 256
 """Tokens whose logits over the vocabulary are in memory at once."""
 
@@ -59,8 +59,8 @@ class PackedInputs(NamedTuple):
     type_ids:   (total,) int64, or None for a model without types of tokens
     positions:  (total,) int64, from 0 in each sequence
     cu_seqlens: (sequences + 1,) int32, on the device of `ids`
-    lengths:    of the sequences, on the host
-    words:      int64, the memory that has all of these
+    lengths:    the lengths of the sequences, on the host
+    words:      int64: the one buffer of which all these tensors are views
     """
 
     ids: Tensor
@@ -79,16 +79,16 @@ class PackedInputs(NamedTuple):
         device: torch.device,
         there: PackedInputs | None = None,
     ) -> PackedInputs:
-        """All tensors go to the device in one copy, which a GPU makes while the host goes on.
+        """Send all tensors to the device in one copy. On a GPU the copy is asynchronous.
 
-        ids, types: (total,) integers; ends: (sequences + 1,), where each begins, and the end of the last one
-        there:      inputs with as many tokens and sequences, whose memory is written; None makes a new one
+        ids, types: (total,) integers; ends: (sequences + 1,): where each sequence begins, and the end of the last one
+        there:      inputs with as many tokens and sequences, whose memory is overwritten; None allocates new memory
         """
         borders = np.asarray(ends, dtype=np.int64)
         lengths = np.diff(borders)
         total = len(ids)
         num_rows = 2 if types is None else 3
-        first = -(-len(borders) // 4) * 2  # the borders come first, because kernels that read them may ask for 16 bytes
+        first = -(-len(borders) // 4) * 2  # cu_seqlens comes first, because kernels may need it 16-byte aligned
         words = torch.empty(first + num_rows * total, dtype=torch.int64, pin_memory=device.type == "cuda")
         words[:first].view(torch.int32).numpy()[: len(borders)] = borders
         rows = words[first:].view(num_rows, total).numpy()
@@ -104,17 +104,17 @@ class PackedInputs(NamedTuple):
 
     @property
     def last(self) -> Tensor:
-        """(sequences,) int64: the rows of the last tokens"""
+        """(sequences,) int64: the row of each sequence's last token."""
         return self.cu_seqlens[1:].long() - 1
 
     @property
     def first(self) -> Tensor:
-        """(sequences,) int64: the rows of the first tokens"""
+        """(sequences,) int64: the row of each sequence's first token."""
         return self.cu_seqlens[:-1].long()
 
 
 class _Given(nn.Module):
-    """Takes the place of the transformer below a head, and returns what it is given."""
+    """Replaces the transformer below a head, and returns the hidden states that it has been given."""
 
     def __init__(self, pooler: nn.Module | None) -> None:
         super().__init__()
@@ -129,10 +129,10 @@ class _Given(nn.Module):
 
 
 def require_text(base: PreTrainedModel) -> None:
-    """Raise UnsupportedModelError unless this transformer computes a hidden state of each token of a text.
+    """Raise UnsupportedModelError unless this transformer computes a hidden state for each token of a text.
 
-    Its class and its config tell: models of images, sounds or series read something else, and those of two towers, such as
-    CLIP, give one vector of a text and one of an image.
+    Its class and its config show this: models of images, sounds or time series have other inputs, and models with two towers,
+    such as CLIP, return one vector for a text and one for an image.
     """
     name = type(base).__name__
     text = base.config.get_text_config()
@@ -158,10 +158,10 @@ def require_text(base: PreTrainedModel) -> None:
 
 
 def _outputs(base: PreTrainedModel) -> dict[str, set[str]]:
-    """The outputs that the forward says that it returns, by the names of their classes, with their fields."""
+    """The output classes in the return annotation of the forward, by name, with their fields."""
     try:
         told = typing.get_type_hints(inspect.unwrap(type(base).forward)).get("return")
-    except NameError:  # a hint names what its module does not have
+    except NameError:  # an annotation names something that its module does not have
         return {}
     kinds = [kind for kind in (told, *typing.get_args(told)) if isinstance(kind, type) and issubclass(kind, ModelOutput)]
     named = {kind.__name__: {*getattr(kind, "__dataclass_fields__", ())} for kind in kinds}
@@ -169,11 +169,14 @@ def _outputs(base: PreTrainedModel) -> dict[str, set[str]]:
 
 
 class PackedModel:
-    """model: in evaluation mode, on its device; a transformer alone, or one with a head
+    """A transformer that computes packed sequences.
+
+    model: in evaluation mode, on its device; a transformer, or a transformer with a head
 
     Raises UnsupportedModelError as `require_text` does.
 
-    num_ids: of the tokens that it knows; first_position: of the first token of a sequence, in the table of positions
+    num_ids: number of token ids that the model has embeddings for
+    first_position: the position that the model gives to the first token of a sequence
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -195,7 +198,7 @@ class PackedModel:
                 self._reads = self._find_what_is_read()
 
     def fuse(self) -> int:
-        """Compute layers by fewer kernels, where that changes nothing. Returns how many layers are fused."""
+        """Compute layers by fewer kernels if this does not change the result. Returns how many layers are fused."""
         if not self.packs:
             return 0
         inputs = self._probe()
@@ -209,7 +212,8 @@ class PackedModel:
         return fused
 
     def _fuse_decoder(self) -> int:
-        """Fuse the layers of a decoder as the engine does. They write keys and values to a cache, which has no place here."""
+        """Fuse the layers of a decoder as the engine does. Fused layers need a cache for keys and values, so each gets one with
+        a single slot. `_step` maps no token to the slot, so nothing is written."""
         if not any(getattr(module, "self_attn", None) is not None for module in self.base.modules()):
             return 0
         fused = fuse_layers(self.base)
@@ -228,7 +232,7 @@ class PackedModel:
 
     @property
     def reads_rows(self) -> bool:
-        """Whether the head of classification is computed from packed sequences, and not by the whole model on padded ones."""
+        """Whether the classification head is computed from packed sequences, and not by the whole model on padded ones."""
         return self._reads is not None
 
     def hidden(self, inputs: PackedInputs) -> Tensor:
@@ -236,7 +240,7 @@ class PackedModel:
         return self._packed(inputs) if self.packs else self._padded(inputs)
 
     def label_logits(self, hidden: Tensor, inputs: PackedInputs) -> Tensor:
-        """The logits of a head for sequence classification -> (sequences, labels). hidden: of `hidden(inputs)`"""
+        """The logits of a head for sequence classification -> (sequences, labels). hidden: the result of `hidden(inputs)`"""
         if self._reads is None:
             ids, mask, types = _pad(inputs)
             return self._logits(self.model(input_ids=ids, attention_mask=mask, **self._words(types)))
@@ -254,7 +258,7 @@ class PackedModel:
         self._given.hidden = None
 
     def _position_of_first(self) -> int:
-        """Of the embedding of positions: fairseq's models count from the row behind that of the padding."""
+        """The position of a first token: models like fairseq's count from the row after the padding row in their table."""
         return first_position(self.base) if counts_positions(type(self.base)) else 0
 
     def _words(self, types: Tensor | None) -> dict[str, Any]:
@@ -282,7 +286,7 @@ class PackedModel:
         return hidden
 
     def _step(self, ids: Tensor, positions: Tensor, cu_seqlens: Tensor, longest: int) -> Any:
-        """The output of a decoder with fused layers: a step of new sequences, none of whose tokens is cached."""
+        """The output of a decoder with fused layers: a step of new sequences, whose tokens are not cached."""
         batch = PagedBatch(
             kv_caches=self._caches,
             slot_mapping=torch.full_like(ids[0], -1),
@@ -314,7 +318,7 @@ class PackedModel:
         return outputs
 
     def _probe(self) -> PackedInputs:
-        """Two sequences of ids that are no special tokens in any known vocabulary: fairseq's models skip the padding's id."""
+        """Two sequences of ids that are special tokens in no known vocabulary; models like fairseq's skip the padding id."""
         total = sum(PROBE_LENGTHS)
         size = self.num_ids
         ids = (size // 2 + np.arange(total) * 7 % max(size // 2, 1)).clip(max=size - 1)
@@ -326,7 +330,7 @@ class PackedModel:
         return self._agrees(lambda: self._packed(inputs), wanted)
 
     def _find_what_is_read(self) -> str | None:
-        """Which row of a sequence the head reads: the name of one of _ROWS, or None if it is none of these."""
+        """Which row of a sequence the head reads: a name in _ROWS, or None if it reads anything else."""
         inputs = self._probe()
         wanted = torch.cat([self._logits(output) for output in self._alone(inputs, whole=True)])
         hidden = self.hidden(inputs)
@@ -351,7 +355,7 @@ class PackedModel:
         return bool(difference <= tolerance * wanted.double().abs().max())
 
     def _read(self, rows: Tensor, ids: Tensor) -> Tensor:
-        """The head's logits of one row for each sequence. ids: (sequences,), tokens that are no padding"""
+        """The head's logits for one row of each sequence. ids: (sequences,), tokens that are no padding"""
         assert self._head is not None
         assert self._given is not None
         self._given.hidden = rows[:, None]
@@ -384,7 +388,7 @@ _ROWS: dict[str, Callable[[Tensor, PackedInputs], Tensor]] = {"first": _first_ro
 
 
 def _head_of(model: PreTrainedModel, base: PreTrainedModel) -> tuple[nn.Module | None, _Given | None]:
-    """A copy of the model that shares its modules, but for the transformer; None for a model without a head."""
+    """A copy of the model that shares all modules except the transformer, and what replaces it; None without a head."""
     prefix = model.base_model_prefix
     if base is model or prefix not in model._modules:
         return None, None
@@ -395,7 +399,7 @@ def _head_of(model: PreTrainedModel, base: PreTrainedModel) -> tuple[nn.Module |
 
 
 def _pad(inputs: PackedInputs) -> tuple[Tensor, Tensor, Tensor | None]:
-    """ids, mask and types of tokens as (sequences, longest), with padding on the right."""
+    """ids, mask and token types, each (sequences, longest), with padding on the right."""
     lengths = torch.tensor(inputs.lengths, device=inputs.ids.device)
     mask = torch.arange(max(inputs.lengths), device=inputs.ids.device)[None] < lengths[:, None]
 

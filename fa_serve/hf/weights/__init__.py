@@ -1,1 +1,1 @@
-"""How checkpoints keep weights: formats, plans of quantisation, files. Left out: modules (`fa_serve.hf.surgery`)."""
+"""How checkpoints keep weights: formats, quantisation plans, files. Left out: modules (`fa_serve.hf.surgery`)."""

@@ -1,9 +1,9 @@
-"""What the headers of a checkpoint's files say about the quantised experts of a model, before any weight is read.
+"""Checks the quantised experts of a model in the headers of a checkpoint's files, before any weight is read.
 
     check_expert_files(files, model)       # raises ParameterError that names a tensor
 
-transformers' loader stacks the tensors of all experts, and says only that it could not, if one is missing or differs from the
-others. Left out: files of other kinds than safetensors, and what stacked tensors must be (surgery/quantised/experts.py).
+transformers' loader stacks the tensors of all experts. If a tensor is missing or differs from the others, it says only that it
+could not stack them. Left out: files other than safetensors, and the form of stacked tensors (surgery/quantised/experts.py).
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from fa_serve.hf.surgery.quantised.experts import QuantizedExperts
 from fa_serve.spec import ParameterError
 
 _QUANTISED = {"qweight", "weight_g_idx", "weight_packed", "weight_scale", "weight_scale_inv"}
-"""Names of tensors that quantised matrices have, each in some layout."""
+"""Names of tensors that mark a quantised matrix, each in some layout."""
 _OF_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.+)")
 
 
 def check_expert_files(files: Sequence[str], model: nn.Module) -> None:
-    """Check that experts' tensors are in a layout that is loaded, and that each expert has the same.
+    """Check that the tensors of experts have a layout that can be loaded, and that all experts have the same tensors.
 
-    files: of the checkpoint
-    model: in which quantised experts are QuantizedExperts already
+    files: the files of the checkpoint
+    model: the model, in which quantised experts are already QuantizedExperts
 
-    Raises ParameterError that names the first tensor which is wrong or missing.
+    Raises ParameterError that names the first tensor that is wrong or missing.
     """
     modules = [module for module in model.modules() if isinstance(module, QuantizedExperts)]
     known = {name for module in modules for name in module.scheme.tensors(256, 256, torch.float32)}

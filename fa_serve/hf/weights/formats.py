@@ -4,8 +4,8 @@
     scheme.tensors(n, k, torch.float16)                    # what to load: names, shapes and dtypes
     weight = scheme.read(tensors, n, k)                    # a QuantizedWeight
 
-A scheme names the tensors of one layer with their shapes, and turns them into the one layout that `fa_serve.ops` multiplies
-with. Sources of the layouts: AutoAWQ (`awq/modules/linear/gemm.py`), AutoGPTQ (`nn_modules/qlinear`), compressed-tensors
+A scheme names the tensors of one layer with their shapes, and turns them into the one layout that `fa_serve.ops` takes for
+products. Sources of the layouts: AutoAWQ (`awq/modules/linear/gemm.py`), AutoGPTQ (`nn_modules/qlinear`), compressed-tensors
 (`compressors/pack_quantized`, `naive_quantized`), DeepSeek-V3 (`inference/kernel.py`), gpt-oss (`gpt_oss/torch/weights.py`).
 Left out: which layers have which scheme (quantization_plan.py), how tensors of experts are stacked
 (surgery/quantised/experts.py), and integers of more or fewer than 4 bits.
@@ -25,7 +25,7 @@ from fa_serve.spec import ParameterError, dtype_name
 
 
 class Scheme(Protocol):
-    """How the weights of one linear layer of (n, k) are kept."""
+    """How the weights (n, k) of one linear layer are kept: n outputs (rows), k inputs (columns)."""
 
     @property
     def description(self) -> str:
@@ -39,7 +39,7 @@ class Scheme(Protocol):
 
     @property
     def columns_of_group(self) -> int:
-        """Neighbouring columns that share a scale; 0 stands for all."""
+        """The number of neighbouring columns that share a scale; 0 stands for all columns."""
         ...
 
     @property
@@ -49,22 +49,22 @@ class Scheme(Protocol):
 
     @property
     def row_axis(self) -> int:
-        """The axis of tensors along which the rows of the weights lie. Tensors with fewer axes have them along the last."""
+        """The axis of a tensor that holds the rows of the weights. Tensors with fewer axes hold the rows in their last axis."""
         ...
 
     def of_experts(self) -> Scheme | None:
-        """The scheme of experts in this format, without scales of activations; None if fa_serve has no such experts."""
+        """The scheme for experts in this format, without scales of activations; None if fa_serve computes no such experts."""
         ...
 
     def tensors(self, n: int, k: int, dtype: torch.dtype) -> dict[str, Tensor]:
         """The tensors of a layer by their names in the checkpoint, without content, on the device "meta".
 
-        dtype: of the model, which scales of 4-bit weights take
+        dtype: the dtype of the model, which the scales of 4-bit integers have too
         """
         ...
 
     def read(self, tensors: Mapping[str, Tensor], n: int, k: int) -> QuantizedWeight:
-        """The weight that tensors with these names and shapes hold. Raises ParameterError for content that cannot be."""
+        """The weight that tensors with these names and shapes hold. Raises ParameterError for impossible content."""
         ...
 
 
@@ -73,7 +73,10 @@ def _meta(dtype: torch.dtype, *shape: int) -> Tensor:
 
 
 def check_loaded(module: nn.Module, expected: Mapping[str, Tensor], layer: str) -> dict[str, Tensor]:
-    """Take the parameters `expected` out of a module. Raises ParameterError, which names one with another shape or dtype."""
+    """Take the parameters `expected` out of a module and return them.
+
+    Raises ParameterError that names a parameter with another shape, or with integers instead of floats or the reverse.
+    """
     found = {}
     for name, wanted in expected.items():
         tensor = module._parameters.pop(name)
@@ -93,7 +96,7 @@ def _nibbles(words: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Int4:
-    """What the layouts of 4-bit integers have in common. group_size: columns that share a scale; -1 is all of them."""
+    """What the layouts of 4-bit integers have in common. group_size: number of columns that share a scale; -1: all columns."""
 
     group_size: int
 
@@ -108,7 +111,7 @@ class _Int4:
 
 @dataclass(frozen=True)
 class Awq(_Int4):
-    """AutoAWQ's layout "gemm": columns of outputs in words, in the order 0, 2, 4, 6, 1, 3, 5, 7."""
+    """AutoAWQ's layout "gemm": a word holds the numbers of 8 outputs, in the order 0, 2, 4, 6, 1, 3, 5, 7."""
 
     @property
     def ordered(self) -> bool:
@@ -150,10 +153,10 @@ class Awq(_Int4):
 
 @dataclass(frozen=True)
 class Gptq(_Int4):
-    """AutoGPTQ's layout: columns of inputs in words. Column i is in group g_idx[i].
+    """AutoGPTQ's layout: a word holds the numbers of 8 inputs. Column i is in group g_idx[i].
 
-    subtracted: zero points are kept minus 1 ("gptq", not "gptq_v2")
-    ordered:    groups were formed in the order of the activations (act-order)
+    subtracted: whether zero points are stored minus 1 ("gptq", not "gptq_v2")
+    ordered:    whether columns were put into groups in the order of their activations (act-order)
     """
 
     subtracted: bool
@@ -196,7 +199,7 @@ class Gptq(_Int4):
 
 @dataclass(frozen=True)
 class PackQuantized(_Int4):
-    """compressed-tensors' layout "pack-quantized": columns of inputs in words, zero points of 8 outputs in a word."""
+    """compressed-tensors' layout "pack-quantized": a word holds the numbers of 8 inputs, or the zero points of 8 outputs."""
 
     symmetric: bool
     ordered: bool
@@ -250,8 +253,8 @@ class Float8:
     """float8_e4m3fn numbers with a scale for the matrix, for each row, or for each block of rows and columns.
 
     scale:       name of the tensor of scales
-    block:       (rows, columns) that share a scale; 0 stands for all of them
-    input_scale: name of the tensor that activations are divided by; None measures them
+    block:       the numbers of rows and columns that share a scale; 0 stands for all of them
+    input_scale: name of the tensor by which activations are divided; None: scales are computed from the activations
     """
 
     scale: str
@@ -304,19 +307,19 @@ class Float8:
 
 @dataclass(frozen=True)
 class Rounded(Float8):
-    """Weights of floats that are rounded to float8 with a scale for each row while the checkpoint is read."""
+    """Unquantised weights that are rounded to float8, with a scale for each row, while the checkpoint is read."""
 
     scale: str = "weight_scale"
     block: tuple[int, int] = (1, 0)
 
     def tensors(self, n: int, k: int, dtype: torch.dtype) -> dict[str, Tensor]:
-        # the dtype in which transformers reads a weight, before it is rounded
+        # transformers reads a weight in the model's dtype, before it is rounded
         return super().tensors(n, k, dtype) | {"weight": _meta(dtype, n, k)}
 
 
 @dataclass(frozen=True)
 class Mxfp4:
-    """gpt-oss' layout: blocks of 32 numbers of e2m1 in 16 bytes, the first in the lower bits, and scales of e8m0."""
+    """gpt-oss' layout: blocks of 32 e2m1 numbers in 16 bytes, the first of two in the lower bits, and e8m0 scales."""
 
     values: Values = "float4"
     columns_of_group: int = RUN
@@ -356,9 +359,9 @@ def _groups(k: int, group_size: int) -> int:
 
 
 def _columns(name: str, group_of: Tensor, group_size: int) -> Tensor | None:
-    """The columns group by group, (k,) int32; None if they are in that order already.
+    """The indices of the columns, group by group, (k,) int32; None if the columns are already in this order.
 
-    group_of: (k,), the group of each column
+    group_of: (k,): the group of each column
     """
     in_order = torch.arange(len(group_of), device=group_of.device) // group_size
     if torch.equal(group_of.long(), in_order):

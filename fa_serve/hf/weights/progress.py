@@ -1,10 +1,10 @@
-"""How much of a checkpoint transformers has loaded, in place of the bar that it would draw.
+"""Reports how much of a checkpoint transformers has loaded, instead of drawing its progress bar.
 
     with weights_counted(lambda done, total: print(f"{done} of {total}")):
         model = AutoModelForCausalLM.from_pretrained(folder)
 
-transformers makes its bars by one function, which takes a hook (transformers.utils.logging.set_tqdm_hook). Only the bar of
-weights is replaced. Left out: downloads, whose bars the hub's client draws.
+transformers makes all its bars in one function, which takes a hook (transformers.utils.logging.set_tqdm_hook). Only the bar for
+loading weights is replaced. Left out: downloads, whose bars the hub's client draws.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ TITLE = "Loading weights"
 
 
 class CountedBar:
-    """Takes the place of a bar of tqdm. What it does not count is left to `bar`, which draws nothing.
+    """Replaces a tqdm bar: it counts, and passes everything else to `bar`, which draws nothing.
 
-    on_progress: called with the number of tensors that are loaded, and of all
+    on_progress: called with the number of tensors that are loaded, and the number of all tensors
     """
 
     def __init__(self, bar: Any, items: Any, total: int | None, on_progress: Callable[[int, int], None]) -> None:
@@ -54,7 +54,7 @@ class CountedBar:
 
 @contextmanager
 def weights_counted(on_progress: Callable[[int, int], None]) -> Iterator[None]:
-    """Inside, `on_progress` is called after each tensor instead of a bar being drawn."""
+    """Inside, `on_progress` is called after each tensor, and no bar is drawn."""
 
     def make(factory: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         if options.get("desc") != TITLE:

@@ -3,8 +3,8 @@
     plan = read_config(config.quantization_config)                    # a dictionary
     scheme = plan.scheme_of("model.layers.0.mlp.up_proj", linear)     # None: this layer is not quantised
 
-An option that fa_serve does not know is refused with its name, because ignoring it would give wrong numbers. Left out: what the
-tensors of a layer mean (formats.py).
+An option that fa_serve does not know is refused by name, because ignoring it would give wrong results. Left out: the meaning of
+a layer's tensors (formats.py).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fa_serve.spec import ParameterError
 
 FIELD = "quantization_config"
 PASSED_ON = ("bitsandbytes", "torchao")
-"""Formats that transformers loads into other modules, which run as they are."""
+"""Formats that transformers itself loads, into modules that run unchanged."""
 
 Chooses = Callable[[str, nn.Module], bool]
 
@@ -31,20 +31,21 @@ Chooses = Callable[[str, nn.Module], bool]
 class QuantizationPlan:
     """Which linear layers of a checkpoint are quantised, and how.
 
-    schemes: the first whose function accepts a layer is that of the layer
+    schemes: pairs of a function and a scheme; a layer has the first scheme whose function returns True for it
     """
 
     format: str
     schemes: Sequence[tuple[Chooses, Scheme]]
 
     def scheme_of(self, name: str, module: nn.Module) -> Scheme | None:
-        """The scheme of a linear layer by its name in the model."""
+        """The scheme of a linear layer by its name in the model; None if the layer is not quantised."""
         return next((scheme for chooses, scheme in self.schemes if chooses(name, module)), None)
 
     def scheme_of_experts(self, name: str) -> Scheme | None:
-        """The scheme of a module of experts by its name in the model. A config names the linear layers of each expert.
+        """The scheme of a module of experts by its name in the model; None if the experts are not quantised.
 
-        Raises ParameterError if they have different schemes, or one that experts are not computed with.
+        A config names the linear layers of each expert. Raises ParameterError if these layers have different schemes, or a
+        scheme with which fa_serve does not compute experts.
         """
         linear = nn.Linear(1, 1, device="meta")
         found = {self.scheme_of(f"{name}.0.{projection}", linear) for projection in ("gate_proj", "up_proj", "down_proj")}
@@ -60,7 +61,7 @@ class QuantizationPlan:
 
 
 def is_ours(config: Mapping[str, Any]) -> bool:
-    """Whether fa_serve reads this quantization_config. Raises ParameterError for formats that nobody reads."""
+    """Whether fa_serve reads this quantization_config. Raises ParameterError for a format that is not in PASSED_ON either."""
     method = method_of(config)
     if method not in _FORMATS and method not in PASSED_ON:
         raise ParameterError(f"{FIELD}.quant_method", f"be one of {', '.join(sorted([*_FORMATS, *PASSED_ON]))}", method)
@@ -93,7 +94,7 @@ def _group_size(value: Any, where: str) -> int:
 
 
 def _without(skipped: Sequence[str] | None) -> Chooses:
-    """Layers except for the head and those whose name begins with one of these patterns or ends with it, as in transformers."""
+    """Accepts all layers except the head and layers whose names begin or end with one of these patterns, as in transformers."""
     patterns = [*(skipped or ()), "lm_head"]
 
     def chooses(name: str, module: nn.Module) -> bool:
@@ -171,7 +172,7 @@ def _compressed_tensors(config: Mapping[str, Any]) -> QuantizationPlan:
 
 
 def _names(targets: Sequence[str]) -> Chooses:
-    """Layers by their name, by a regular expression ("re:...") of it, or by the name of their class."""
+    """Accepts layers by their name, by a regular expression for the name ("re:..."), or by the name of their class."""
 
     def chooses(name: str, module: nn.Module) -> bool:
         return any(

@@ -3,14 +3,14 @@
     store, port = listen(size=2)                        # rank 0; the others call join(port, size=2)
     all_reduce = AllReduce(store, rank=0, size=2, device=device)
     x = all_reduce(x)                                   # every rank calls it with its part, and gets the sum
-    x, h = all_reduce.add(x, y, before=norm)            # x + the sum of y, and that normalised
+    x, h = all_reduce.add(x, y, before=norm)            # x + the sum of y; h is this result normalised
     all_reduce.close()
 
-Sums between GPUs that can access each other's memory take one kernel, which also adds and normalises: sums of two ranks, and
-small sums of more, with rows of up to 16,384 numbers (peer_memory.py). All others go through torch.distributed: gloo on CPUs,
-NCCL on GPUs. The result has the same bits on every rank: in our kernels each rank adds the parts in the same order, otherwise
-one rank computes each element and sends it to the others. Ranks of one machine listen on the loopback address only. Left out:
-who starts the ranks, and what they tell each other (fa_serve.engine.parallel.ranks).
+Between GPUs that can access each other's memory, one kernel computes a sum, and also adds and normalises (peer_memory.py). It
+takes rows of up to 16,384 numbers: sums of any size over two ranks, and small sums over more. All other sums go through
+torch.distributed: gloo on CPUs, NCCL on GPUs. The result has the same bits on every rank: in our kernels each rank adds the
+parts in the same order, otherwise one rank computes each element and sends it to the others. Ranks of one machine listen on the
+loopback address only. Left out: who starts the ranks, and what they tell each other (fa_serve.engine.parallel.ranks).
 """
 
 from __future__ import annotations
@@ -42,15 +42,16 @@ LOOPBACK = "127.0.0.1"
 CLOSE_SECONDS = 20.0
 """How long `AllReduce.close` waits for NCCL."""
 _ON_LOOPBACK = dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo0" if sys.platform == "darwin" else "lo")
-"""The network interface of gloo and NCCL, which would listen on addresses that may be reachable from outside."""
+"""Restricts gloo and NCCL to the loopback interface. Otherwise they listen on addresses that may be reachable from outside."""
 
 
 def listen(size: int, host: str = LOOPBACK, port: int = 0) -> tuple[Store, int]:
-    """The store at which `size` ranks meet, and its port. For rank 0. host: of this machine; port: 0 is a free one"""
+    """The store at which `size` ranks meet, and its port. Rank 0 calls it. host: an address of this machine; port: 0 for a free
+    one"""
     family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     with socket.create_server(address, family=family) as listener:
         port = int(listener.getsockname()[1])
-        # the store would listen on every address of the machine
+        # without this listener, the store would listen on every address of the machine
         store = dist.TCPStore(  # type: ignore[attr-defined]
             host, port, size, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach(), use_libuv=True
         )
@@ -58,7 +59,7 @@ def listen(size: int, host: str = LOOPBACK, port: int = 0) -> tuple[Store, int]:
 
 
 def join(port: int, size: int, host: str = LOOPBACK, timeout: timedelta = timedelta(seconds=300)) -> Store:
-    """The store that rank 0 listens with. For the other ranks. timeout: for the connection, and for each call of the store"""
+    """The store of rank 0. The other ranks call it. timeout: for the connection, and for each call of the store"""
     return dist.TCPStore(host, port, size, is_master=False, wait_for_workers=False, timeout=timeout)  # type: ignore[attr-defined]
 
 
@@ -69,9 +70,9 @@ class AllReduceError(FaServeError, RuntimeError):
 class AllReduce:
     """Adds a tensor up over all ranks, which call it the same number of times with the same shapes and dtypes.
 
-    host:    where the ranks meet. If it is the loopback address, sums use no other
-    ordered: add the parts in the order of ranks and in float32, as our kernels do. Otherwise the order of NCCL and gloo may
-             depend on the place of an element in the tensor, which changes results with three ranks and more
+    host:    where the ranks meet. If it is a loopback address, gloo and NCCL use only the loopback interface
+    ordered: add the parts in the order of ranks and in float32, as our kernels do. Otherwise NCCL and gloo may add in an order
+             that depends on the place of an element in the tensor, which changes results with three or more ranks
 
     Raises RuntimeError if this process belongs to a process group of torch.distributed already.
     """
@@ -98,7 +99,7 @@ class AllReduce:
             raise
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The sum of the parts of all ranks. x: this rank's, contiguous, which may be overwritten.
+        """The sum of the parts of all ranks. x: this rank's part, contiguous; may be overwritten.
 
         Raises AllReduceError.
         """
@@ -114,7 +115,8 @@ class AllReduce:
     ) -> tuple[Tensor, Tensor | None]:
         """Add the sum of y to the residual stream x, and normalise the result.
 
-        -> x + alpha * sum, or x + the sum normalised with `after`; and this normalised with `before`, or None without it.
+        -> (x + alpha * sum, or x + the sum normalised with `after`; this result normalised with `before`, or None without
+        `before`)
 
         x, y: (total, hidden), both may be overwritten; y is this rank's part, contiguous
 
@@ -137,13 +139,13 @@ class AllReduce:
         return total.to(x.dtype)
 
     def kernel_of(self, x: Tensor) -> str:
-        """How a sum of such parts is computed: "one shot", "pushed", "nccl" or "gloo"."""
+        """How a sum of parts like x is computed: "one shot", "pushed", "nccl" or "gloo"."""
         if self._peer_sums is not None and self._peer_sums.takes(x):
             return self._peer_sums.kernel_of(x)
         return str(dist.get_backend())
 
     def gather(self, x: Tensor) -> Tensor:
-        """The columns of all ranks, in the order of ranks. x: this rank's, (n, columns) -> (n, size * columns).
+        """The columns of all ranks, in the order of ranks. x: this rank's columns, (n, columns) -> (n, size * columns).
 
         Raises AllReduceError.
         """
@@ -175,7 +177,8 @@ class AllReduce:
 
     @contextmanager
     def paused_in_thread(self) -> Iterator[None]:
-        """The same for calls of this thread, while those of other threads wait: for a forward that this rank alone computes."""
+        """Like `paused`, but only for calls of this thread; calls of other threads still wait for the other ranks. It is for a
+        forward that only this rank computes."""
         thread = threading.get_ident()
         self._paused_threads.add(thread)
         try:
@@ -188,8 +191,8 @@ class AllReduce:
         return self._paused or (bool(self._paused_threads) and threading.get_ident() in self._paused_threads)
 
     def abort(self) -> None:
-        """Make pending sums of GPUs return, because a rank is lost. Their values are undefined. With gloo nothing is needed:
-        the call raises. From any thread."""
+        """Make pending sums of GPUs return, because a rank is lost. Their values are undefined. With gloo this does nothing,
+        because the pending call raises by itself. May be called from any thread."""
         if self._peer_sums is not None:
             self._peer_sums.abort()
         if dist.is_initialized() and dist.get_backend() == "nccl":
@@ -219,10 +222,10 @@ def add_and_norm(
 
 
 def interfaces_for(host: str) -> AbstractContextManager[None]:
-    """Inside, gloo and NCCL use no other interface than the loopback one if ranks meet at a loopback address."""
+    """Inside, gloo and NCCL use only the loopback interface if the ranks meet at a loopback address."""
     return environment(_ON_LOOPBACK) if is_loopback(host) else nullcontext()
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a name or an address is that of this machine alone."""
+    """Whether a name or an address is a loopback address."""
     return ip_address(socket.getaddrinfo(host, 0)[0][4][0]).is_loopback

@@ -5,10 +5,10 @@
 
 torch numbers the exchanges from the start of the process, and the key of a value ends with "/<number>/<rank>"
 (`StoreExchange` of CUDASymmetricMemoryUtils.hpp, 2.10 to 2.13). In a process that connects for the second time, such as rank 0
-of a second engine, the numbers go on, and would not be those of a follower, which is a new process. Each rank would wait for
-the other one until the store's timeout. So a later rendezvous gets a group whose store begins with 0 again. The first one takes
-torch's default group as it is, which assumes that nothing else in this process has used symmetric memory. Left out: the buffers
-(peer_memory.py).
+of a second engine, the numbering continues, while a follower is a new process and begins with 0. Their keys would differ, and
+each rank would wait for the other until the store's timeout. Every rendezvous after the first therefore gets a group whose
+store numbers the exchanges from 0 again. The first rendezvous uses torch's default group unchanged, which assumes that nothing
+else in this process has used symmetric memory. Left out: the buffers (peer_memory.py).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class ExchangeStore(Store):
 
     torch holds only the C++ part of this object, so the caller must keep a reference to it. torch 2.11 calls `set`, `wait` and
     `get`. torch 2.13 also calls `multi_get`, which calls `get`, and a barrier, which calls `add`, `set` and `wait` with the
-    names of its counters in the place of the rank.
+    names of its counters instead of the rank.
     """
 
     def __init__(self, store: Store) -> None:
@@ -57,7 +57,7 @@ class ExchangeStore(Store):
         self._store.wait([self._renumbered(key) for key in keys], timeout)
 
     def add(self, key: str, value: int) -> int:
-        """Count the ranks that have come to a barrier."""
+        """Count the ranks that have reached a barrier."""
         return self._store.add(self._renumbered(key), value)
 
     def _renumbered(self, key: str) -> str:
@@ -68,7 +68,7 @@ class ExchangeStore(Store):
 
 
 def can_exchange() -> bool:
-    """Whether this process can take part in another rendezvous. torch 2.10 finds no store but that of the default group."""
+    """Whether this process can take part in another rendezvous. torch 2.10 only finds the store of the default group."""
     return _count == 0 or tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 11)
 
 
@@ -76,8 +76,8 @@ def can_exchange() -> bool:
 def exchange_group(rank: int, size: int) -> Iterator[str]:
     """The name of the group for the next rendezvous of this process.
 
-    The first time it is torch's default group, of which all ranks must be members. Later it is a group that exists only inside
-    of this context, and whose store renumbers the exchanges.
+    The first time, it is torch's default group, of which all ranks must be members. Afterwards it is a group that exists only
+    inside this context, and whose store renumbers the exchanges.
     """
     global _count
     world = dist.group.WORLD

@@ -1,20 +1,21 @@
 """The kernel of the one-shot all-reduce: each rank reads the parts of all ranks and adds them up, in one launch.
 
-A program owns whole rows. It copies this rank's part of them into a buffer that the other ranks can read, tells its counterpart
-on every rank, waits until all counterparts have told it, and reads all parts. They are added in the order of ranks in float32,
-so every rank has the same bits. Then the sum is normalised, multiplied or added to the residual stream, and the result is
-normalised for the next layer, as far as it is asked for.
+A program owns whole rows. It copies this rank's part of them into a buffer that the other ranks can read, and sets a flag for
+its counterpart on every rank. It waits until all counterparts have set theirs, and reads all parts. The parts are added in the
+order of ranks in float32, so every rank has the same bits. If asked for, the program then normalises the sum or multiplies it
+by alpha, adds the residual stream, and normalises the result for the next layer.
 
-**One barrier for a call.** The buffer has two halves, which calls use in turn. A rank writes to a half again in its second
-call from now. It gets there only after all ranks have told it that they have begun their next call, and so have ended this one.
+**One barrier per call.** The buffer has two halves, which calls use in turn, so a rank writes to the same half again two calls
+later. It gets there only after every rank has told it, in the call between, that it has begun that call. A rank that has begun
+a call has ended the one before, so nobody still reads the half.
 
-**Numbers of calls instead of resets.** A flag holds the number of the last call that its writer has begun, which only grows.
-The device counts the calls, so a CUDA graph can be replayed. If a rank is lost, the host ends the wait by a word of this rank's
-own memory, which no other rank overwrites.
+**Call numbers instead of resets.** A flag holds the number of the last call that its writer has begun. It only grows, so it is
+never reset. The device counts the calls, so a CUDA graph can be replayed. If a rank is lost, the host ends the waits by writing
+to words in this rank's own memory, which no other rank overwrites.
 
-Programs wait for programs of other GPUs, so all of them must fit on a GPU at once: there are at most `per_processor` for each
-multiprocessor. Left out: the kernel of large sums (pushed_sum.py), who makes the buffers, and which sums take this kernel
-(peer_memory.py).
+Programs wait for programs of other GPUs, so all programs of a call must run on a GPU at once: there are at most `per_processor`
+for each multiprocessor. Left out: the kernel of large sums (pushed_sum.py), who makes the buffers, and which sums take this
+kernel (peer_memory.py).
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ def _one_shot_all_reduce(
     keep = (index < rows)[:, None] & inside[None, :]
     place = index[:, None] * WIDTH + cols[None, :]
     own_address = tl.load(addresses_ptr + RANK)
-    x = tl.load(x_ptr + place, mask=keep)  # on its way while calls are counted
+    x = tl.load(x_ptr + place, mask=keep)  # in flight while the call is counted
 
     call = count_call(calls_ptr, program, programs)
     half = FIRST_BYTE + (call % 2) * HALF_BYTES
@@ -100,7 +101,7 @@ def _one_shot_all_reduce(
     if EARLY and before_ptr is not None:
         before = norm_weight(before_ptr, cols, inside, before_offset)
 
-    # one fence for all flags: each release would wait until the flag before it has reached its GPU
+    # one fence for all flags: with a release store for each, a store would wait until the flag before it has reached its GPU
     fence_before_flags(PTX)
     for rank in tl.static_range(RANKS):
         flag_ptr = tl.load(addresses_ptr + rank).to(tl.pointer_type(tl.int64)) + program * RANKS + RANK
@@ -152,9 +153,9 @@ def launch_all_reduce(
 
     Returns `out` normalised with `before`, if it is given. Every rank calls it with the same shapes, in the same order.
 
-    x:             (rows, width), this rank's part, contiguous, at most MAX_WIDTH and, unless it is pushed, MAX_BYTES
+    x:             (rows, width), this rank's part, contiguous; at most MAX_WIDTH columns and, unless pushed, MAX_BYTES bytes
     out, residual: (rows, width) of the same dtype, rows contiguous; they may be x or each other
-    pushed:        by the kernel of large sums, for two ranks
+    pushed:        whether to use the kernel of large sums, which takes two ranks
     """
     after_weight, after_eps, after_offset = after or _NO_NORM
     before_weight, before_eps, before_offset = before or _NO_NORM
@@ -192,7 +193,7 @@ def _plan_one_shot(x: Tensor, peers: Peers, out: Tensor, residual: Tensor | None
     stride_r = 0 if residual is None else residual.stride(0)
     arch = spec.arch_of(x.device)
     pdl = spec.has_programmatic_launch(arch)
-    # weights are loaded before the wait, unless the registers are needed for the rows
+    # the weights of norms are loaded before the wait, unless the rows need the registers
     early = block <= 8192
     sizes = (peers.rank, peers.size, power_of_2(peers.size + 1), width, block, tile_rows, FLAG_BYTES, MAX_BYTES)
     return Launch(

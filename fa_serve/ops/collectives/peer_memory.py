@@ -1,12 +1,12 @@
-"""Buffers that every GPU of a machine can access, by torch's symmetric memory, and the sums over ranks in one kernel on them.
+"""Buffers in torch's symmetric memory, which every GPU of a machine can access, and sums over ranks that take one kernel.
 
     peer_sums = PeerSums.connect(store, rank, size, device)       # None: the log says why sums go through NCCL
     if peer_sums is not None and peer_sums.takes(x):
         peer_sums.sum(x)
 
-All ranks connect or none does: each tells the others what it has, and every rank computes the same answer from that. A message
-of up to MAX_BYTES takes one shot (one_shot.py). Two ranks add larger messages by pushing (pushed_sum.py). The
-kernels use no NVLink multicast, which is off while the buffers are made. Left out: the kernels, and sums that they do not take
+All ranks connect or none does: each rank tells the others what it has, and every rank draws the same conclusion from that. A
+message of up to MAX_BYTES takes one shot (one_shot.py). Two ranks add larger messages by pushing (pushed_sum.py). The kernels
+use no NVLink multicast, which is switched off while the buffers are made. Left out: the kernels, and sums that they do not take
 (all_reduce.py).
 """
 
@@ -45,7 +45,7 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 NO_MULTICAST = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _PASSED = torch.iinfo(torch.int64).max
-"""The word of a program that waits for no call."""
+"""The value of a program's word that ends all its waits."""
 
 
 class Facts(NamedTuple):
@@ -54,8 +54,8 @@ class Facts(NamedTuple):
     obstacle:   why this rank cannot take part, "" if it can
     host:       its machine
     device:     the number of its GPU
-    reached:    the GPUs whose memory this one can access
-    processors: of its GPU
+    reached:    the GPUs whose memory its GPU can access
+    processors: multiprocessors of its GPU
     """
 
     obstacle: str
@@ -66,7 +66,7 @@ class Facts(NamedTuple):
 
 
 def peer_refusal(ranks: Sequence[Facts]) -> str | None:
-    """Why these ranks add up through NCCL, or None if they can access each other's memory."""
+    """Why these ranks must sum through NCCL, or None if they can access each other's memory."""
     if len(ranks) > MAX_RANKS:
         return f"there are {len(ranks)} ranks, and at most {MAX_RANKS} access each other's memory"
     for rank, facts in enumerate(ranks):
@@ -84,7 +84,7 @@ def peer_refusal(ranks: Sequence[Facts]) -> str | None:
 
 
 class PeerSums:
-    """Owner of the buffers. `connect` makes it.
+    """Owns the buffers, and launches the sums on them. `connect` makes it.
 
     memory: this rank's buffer, `buffer_bytes` of uint8 whose flags are 0
     kept:   what must live as long as the addresses of `peers` are used
@@ -96,7 +96,7 @@ class PeerSums:
         self._launch = launch_all_reduce
         self._peers = peers
         self._kept = memory, kept
-        # made now, because `abort` runs beside a kernel that waits
+        # made now, because `abort` runs while a kernel is waiting on the device
         on_gpu = memory.is_cuda
         self._passed = torch.full((MAX_PROGRAMS,), _PASSED, dtype=torch.int64, pin_memory=on_gpu)
         stream: Any = torch.cuda.Stream
@@ -106,7 +106,7 @@ class PeerSums:
     def connect(store: Store, rank: int, size: int, device: torch.device) -> PeerSums | None:
         """Connect all ranks, which must be members of torch.distributed's default group, or none. All of them call it.
 
-        store: through which the ranks tell each other what they have
+        store: where the ranks tell each other what they have
         """
         if size == 1 or device.type != "cuda":
             return None
@@ -119,7 +119,7 @@ class PeerSums:
                 found = _rendezvous(rank, size, device, min(facts.processors for facts in ranks))
             except Exception as error:  # of several types, by torch, the driver and the store
                 obstacle = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-            # also the barrier behind which all flags are 0
+            # this is also a barrier: after it, the flags of all ranks are 0
             obstacles = _tell(store, "obstacle", rank, size, obstacle)
             reason = next((f"rank {n} got no symmetric memory: {text}" for n, text in enumerate(obstacles) if text), None)
             if reason is None:
@@ -132,7 +132,7 @@ class PeerSums:
         return None
 
     def takes(self, x: Tensor) -> bool:
-        """Whether a kernel adds such parts up."""
+        """Whether a kernel adds up parts like x."""
         return (
             x.is_contiguous()
             and x.numel() > 0
@@ -143,11 +143,11 @@ class PeerSums:
 
     @staticmethod
     def kernel_of(x: Tensor) -> str:
-        """Which kernel adds up parts that are taken: "one shot" or "pushed"."""
+        """Which kernel adds up parts like x, if `takes` accepts them: "one shot" or "pushed"."""
         return "pushed" if _is_large(x) else "one shot"
 
     def sum(self, x: Tensor) -> Tensor:
-        """x, which the sum of all ranks' x replaces."""
+        """Replace x by the sum of all ranks' x, and return it."""
         rows = x.view(-1, x.shape[-1])
         self._launch(rows, self._peers, rows, pushed=_is_large(x))
         return x
@@ -157,13 +157,14 @@ class PeerSums:
         return self._launch(y, self._peers, x, residual=x, after=after, before=before, alpha=alpha, pushed=_is_large(y))
 
     def abort(self) -> None:
-        """Let kernels pass that wait for other ranks, now and later. From any thread, on a stream that waits for nothing."""
+        """Release kernels that wait for other ranks, now or later. May be called from any thread. It uses a stream of its own,
+        which waits for nothing."""
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             self._peers.calls[1:].copy_(self._passed, non_blocking=True)
 
 
 def _is_large(x: Tensor) -> bool:
-    """Whether such a part has no room in half of the buffer of one shot."""
+    """Whether a part like x is larger than half of the one-shot buffer."""
     return x.numel() * x.element_size() > MAX_BYTES
 
 
@@ -188,13 +189,13 @@ def _facts_of(device: torch.device) -> Facts:
 
 
 def _tell(store: Store, what: str, rank: int, size: int, value: object) -> list[Any]:
-    """The values of all ranks."""
+    """Publish this rank's value under a name, and return the values of all ranks."""
     store.set(f"peer_sums_{what}_{rank}", json.dumps(value))
     return [json.loads(store.get(f"peer_sums_{what}_{other}")) for other in range(size)]
 
 
 def _rendezvous(rank: int, size: int, device: torch.device, processors: int) -> PeerSums:
-    """Make this rank's buffer and map those of the others. All ranks call it."""
+    """Make this rank's buffer and map the buffers of the others. All ranks call it."""
     from torch.distributed import _symmetric_memory
 
     from fa_serve.ops.collectives.exchange_group import exchange_group

@@ -17,9 +17,9 @@ from fa_serve.ops.collectives.peer_buffers import MAX_PROGRAMS
 from fa_serve.spec import has_programmatic_launch
 
 TILE_BYTES = 8192
-"""What a program adds up at once, unless a row is longer."""
+"""How many bytes a program adds up at once, unless a row is longer."""
 _CALL = tl.constexpr(2 * MAX_PROGRAMS)
-"""What a call adds to the count, more than there are programs."""
+"""What the programs of a call together add to the count. It is larger than the number of programs."""
 
 
 def per_processor(row_bytes: int) -> int:
@@ -28,18 +28,18 @@ def per_processor(row_bytes: int) -> int:
 
 
 def sum_options(arch: int, numbers: int, row_bytes: int) -> dict[str, Any]:
-    """The launch options of a program that adds up `numbers` at once, with which `per_processor` of them fit."""
+    """The launch options of a program that adds up `numbers` at once, such that `per_processor` programs fit."""
     num_warps = min(16, max(1, numbers // 256))
     options = launch_options(has_programmatic_launch(arch), num_warps)
     if arch >= 70 and num_warps == 16:
-        options["maxnreg"] = 128 // per_processor(row_bytes)  # with which the programs share the 65,536 registers
+        options["maxnreg"] = 128 // per_processor(row_bytes)  # so that the programs fit into the 65,536 registers
     return options
 
 
 @triton.jit
 def count_call(calls_ptr, program, programs):
     """The number of this call, from 1. Every program of a call counts once and gets the same number."""
-    # the shares of all programs add up to _CALL, so each finds the number of the calls before, in any order
+    # the shares of a call's programs add up to _CALL, so in whatever order they count, each finds the number of earlier calls
     share = tl.where(program == 0, _CALL + 1 - programs, 1).to(tl.int64)
     return tl.atomic_add(calls_ptr, share, sem="relaxed") // _CALL + 1
 
@@ -94,11 +94,11 @@ def write_flag(flag_ptr, number, PTX: tl.constexpr):
 def wait_for_flags(address, passed_ptr, number, program, COUNT: tl.constexpr, PADDED: tl.constexpr):
     """Wait until the COUNT flags of this program have reached a number.
 
-    address:    of the flags of all programs, in this rank's memory
-    passed_ptr: the words of all programs that end the wait if a rank is lost
+    address:    address of the flags of all programs, in this rank's memory
+    passed_ptr: the words of all programs; the host ends the wait through them if a rank is lost
     PADDED:     a power of two above COUNT
     """
-    # the flags and, in the lane behind them, the word
+    # the flags and, in the lane after them, the word
     lanes = tl.arange(0, PADDED)
     flags = address + 8 * (program * COUNT + lanes)
     words_ptr = tl.where(lanes < COUNT, flags, (passed_ptr + program).to(tl.int64)).to(tl.pointer_type(tl.int64))

@@ -1,27 +1,27 @@
 """The kernel of large sums over two ranks: each rank writes its parts into the other's memory while it adds earlier ones.
 
 A program owns whole rows and takes them in parts of one tile. It writes a part of x straight into the other rank's buffer,
-over NVLink and without a copy in its own memory, and tells its counterpart there by a flag. It adds a part two steps later,
-when that of the other rank has arrived. So transfers in both directions overlap with the sums.
+over NVLink and without a copy in its own memory, and sets a flag that its counterpart there waits for ("tell" below). It adds a
+part two steps later, when the other rank's part has arrived, so that transfers in both directions overlap with the sums.
 
     write 0, tell 0, write 1, tell 1
     for n in 0, 1, ...:  wait n, write n + 2, read n, add and store n, tell n + 2
 
-The parts are added in the order of ranks in float32 and rounded once, and what follows the sum is the same as in one shot. So
-the result has the same bits on both ranks, and those of one shot.
+The parts are added in the order of ranks in float32 and rounded once, and what follows the sum is the same as in one shot. The
+result therefore has the same bits on both ranks, and the same bits as one shot.
 
 **Four slots.** A program has four slots in the other rank's buffer, so part n + 2 takes the slot of part n - 2. `tell n`
-follows the read of part n - 2: it says that part n is written, and that part n - 2 has been read. Part n + 2 is written after
-the wait for the other's `tell n`, when its slot has been read.
+follows the read of part n - 2: it says that part n is written, and that part n - 2 has been read. A program writes part n + 2
+after it has waited for the other rank's `tell n`, so the slot has been read by then.
 
-**Two halves, which calls use in turn.** The last two parts of a call are read after its last flag. A rank writes to a half
-again in its second call from now or later, and there it has completed the call between, of either kernel, in which it waited
-for a flag of the other rank. The other rank had begun that call, and so had completed the call before it with all its reads.
-This holds for the whole half, so slots may have another size in each call.
+**Two halves, which calls use in turn.** The last two parts of a call are read after its last flag, so no flag says that they
+have been read. But a rank writes to the same half again two calls later at the earliest. By then it has completed the call in
+between, of either kernel, in which it waited for a flag of the other rank. That rank had begun the call in between, and so had
+completed the call before it with all its reads. This holds for the whole half, so slots may have another size in each call.
 
-**No deadlock.** A program that waits for part n has told n + 1 before. So if both counterparts wait, the flag for the lower
-of their two parts has been written. All programs of both ranks run at once, as in one shot. If a rank is lost, the host ends
-the waits in the same way.
+**No deadlock.** A program that waits for part n has already told part n + 1. So if two counterparts both wait, the flag for the
+lower of their two parts has been written, and one of them goes on. All programs of both ranks run at once, as in one shot. If a
+rank is lost, the host ends the waits in the same way.
 
 x may be the residual or the result: part n of x is written to the other rank and read once more before part n of the result
 is stored. A flag holds call * 2^20 + n, which only grows. Left out: who makes the buffers, and which sums take this kernel
@@ -53,14 +53,14 @@ from fa_serve.ops.collectives.primitives import (
 _AHEAD = 2
 """How many parts are written before the first is read."""
 _SLOTS = 2 * _AHEAD
-"""Parts of a program for which there is room in the other rank's buffer."""
+"""How many parts of a program the other rank's buffer holds at once."""
 _PARTS = tl.constexpr(1 << 20)
-"""More than a program has in a call."""
+"""More parts than a program has in a call."""
 
 
 @triton.jit
 def _slot_ptr(slots, part, local, SLOTS: tl.constexpr, SLOT_BYTES: tl.constexpr, dtype: tl.constexpr):
-    """Where the numbers of a part are in a rank's buffer.
+    """The addresses of the numbers of a part in a rank's buffer.
 
     slots: address of the slots of this program
     local: the places of the numbers in a slot
@@ -135,7 +135,7 @@ def _pushed_sum(
         index = (part * programs + program).to(tl.int64) * TILE_ROWS + lines
         keep = (index < rows)[:, None] & inside[None, :]
         place = index[:, None] * WIDTH
-        # no row of a part beyond the last is in the message
+        # the rows of a part past the last one are outside the message, so they are masked
         next_index = index + AHEAD * programs * TILE_ROWS
         next_keep = (next_index < rows)[:, None] & inside[None, :]
         next_ptr = (x_ptr + next_index[:, None] * WIDTH) + cols[None, :]
@@ -195,7 +195,7 @@ def plan_pushed_sum(x: Tensor, peers: Peers, out: Tensor, residual: Tensor | Non
     stride_r = 0 if residual is None else residual.stride(0)
     arch = spec.arch_of(x.device)
     pdl = spec.has_programmatic_launch(arch)
-    # what does not come from the other rank is loaded before the wait, unless there are too few registers for it
+    # what does not come from the other rank is loaded before the wait, if there are enough registers for it
     early = row_bytes <= 2 * TILE_BYTES
     sizes = (peers.rank, width, block, tile_rows, _AHEAD, _SLOTS, slot_bytes)
     places = (PUSHED_FLAGS, PUSHED_FIRST_BYTE, PUSHED_BYTES)

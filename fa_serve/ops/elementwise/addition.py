@@ -1,4 +1,4 @@
-"""The kernel that adds to the residual stream what no product adds, such as the output of a mixture of experts.
+"""The kernel that adds to the residual stream what no product kernel adds, such as the output of a mixture of experts.
 
 It is PyTorch's `add_`, launched programmatically on Hopper and later GPUs: in a step of few tokens, an ordinary launch between
 kernels that start early costs more than the addition, because nothing overlaps with its beginning and its end.

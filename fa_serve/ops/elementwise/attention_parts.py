@@ -1,6 +1,6 @@
 """The kernel that merges two parts of attention: results for the same queries over two disjoint sets of keys.
 
-A part is an output and its log-sum-exp, and the weights are those with which splits of keys are combined
+A part is an output and its log-sum-exp. The parts are weighted like the splits of keys that `combine` adds
 (`backends.triton.splits`). On Hopper and later GPUs the kernel is launched programmatically, see
 `primitives.wait_for_previous_kernel`.
 """
@@ -46,7 +46,7 @@ def _merge_parts(
     lse = tl.load(lse_ptr + of_row, mask=live, other=float("-inf"))
     other_lse = tl.load(other_lse_ptr + of_row, mask=live, other=float("-inf"))
     largest = tl.maximum(lse, other_lse)
-    # A row without any key has two results of 0, which any finite weights keep.
+    # For a row without keys both results are 0, and any finite weights keep them 0.
     largest = tl.where(largest == float("-inf"), 0.0, largest)
     weight = tl.exp2((lse - largest) * LOG2E)  # exactly 1 for the larger one
     other_weight = tl.exp2((other_lse - largest) * LOG2E)

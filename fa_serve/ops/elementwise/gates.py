@@ -1,5 +1,5 @@
-"""The kernels of gates beside linear attention: heads that are normalised and multiplied by a gate, and the gates of the delta
-rule.
+"""The kernels of gates around linear attention. One normalises heads and multiplies them by a gate, and one computes the gates
+of the delta rule.
 
 They compute in float32 and round once. On Hopper and later GPUs they are launched programmatically, see
 `primitives.wait_for_previous_kernel`.
@@ -116,7 +116,7 @@ def _delta_gates(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """out is (2, total, HEADS) float32: log gates, and behind them beta."""
+    """out is (2, total, HEADS) float32: the log gates, then beta."""
     wait_for_previous_kernel(PDL)
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     count = total.to(tl.int64) * HEADS

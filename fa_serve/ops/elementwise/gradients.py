@@ -1,8 +1,8 @@
 """The kernels of the gradients of ops between products: one launch each, and a sum where a weight needs its gradient.
 
-They compute in float32 and round once. The gradient of a weight is a sum over tokens: each program adds those of its tokens, in
-an order that follows from their number, and PyTorch adds the programs, so gradients repeat in every bit. torch_gradients.py is
-the same in PyTorch.
+They compute in float32 and round once. The gradient of a weight is a sum over tokens. Each program adds the terms of its
+tokens, in an order that depends only on the number of tokens, and PyTorch adds the sums of the programs, so gradients repeat in
+every bit. torch_gradients.py computes the same in PyTorch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fa_serve.ops.elementwise.activation import ACTIVATION_KINDS, activate, sigm
 from fa_serve.ops.ops_backend import Norm
 
 GRADIENT_PROGRAMS = 512
-"""The most programs of a kernel that adds the gradients of a weight: few sums remain for PyTorch, and a GPU is full."""
+"""The most programs of a kernel that adds the gradients of a weight: they fill a GPU, and leave few sums to PyTorch."""
 _SQRT_HALF = tl.constexpr(0.7071067811865476)
 _SQRT_2_OVER_PI = tl.constexpr(0.7978845608028654)
 _INVERSE_SQRT_2_PI = tl.constexpr(0.3989422804014327)
@@ -42,7 +42,7 @@ def _slope(x, KIND: tl.constexpr):
 
 @triton.jit(do_not_specialize=["blocks"])
 def _gated_gradients(dy_ptr, x_ptr, dx_ptr, blocks, WIDTH: tl.constexpr, KIND: tl.constexpr, BLOCK: tl.constexpr):
-    """A program computes BLOCK columns of one row, of a gate and of what it multiplies; `blocks` programs share a row."""
+    """A program computes BLOCK columns of one row, of a gate and of what the gate multiplies; `blocks` programs share a row."""
     row = (tl.program_id(0) // blocks).to(tl.int64)
     cols = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     keep = cols < WIDTH
@@ -144,7 +144,8 @@ def launch_rms_norm_backward(dy: Tensor, x: Tensor, norm: Norm, needs_weight: bo
 
 @dataclass(frozen=True)
 class RotaryGradientLayout:
-    """Constants of the compiled kernel, passed as one constexpr: those of `rotary.HeadLayout`. row: elements of a token"""
+    """Constants of the compiled kernel, passed as one constexpr. They are as in `rotary.HeadLayout`, and row: elements of a
+    token."""
 
     num_heads: int
     num_kv_heads: int
@@ -159,7 +160,7 @@ class RotaryGradientLayout:
 
 @triton.jit
 def _turned_weights(q_weight_ptr, k_weight_ptr, is_q, cols, keep, offset):
-    """[BLOCK_H, BLOCK]: the columns `cols` of the norm's weights, those of queries or those of keys for each head."""
+    """[BLOCK_H, BLOCK]: for each head, the columns `cols` of the norm's weights for queries or for keys."""
     q_weight = tl.load(q_weight_ptr + cols, mask=keep, other=0.0).to(tl.float32)
     k_weight = tl.load(k_weight_ptr + cols, mask=keep, other=0.0).to(tl.float32)
     return tl.where(is_q, q_weight[None, :], k_weight[None, :]) + offset
@@ -190,9 +191,10 @@ def _rotary_gradients(
     stride_angle,
     LAYOUT: tl.constexpr,
 ):
-    """A program computes `block_heads` heads of the tokens p, p + programs, ..., in place; `head_blocks` programs share these.
+    """A program computes `block_heads` heads of the tokens p, p + programs, ..., in place; `head_blocks` programs share these
+    tokens.
 
-    sums: (programs * head_blocks, 2, dim) float32, for the weights of both norms, if they are asked for
+    sums: (programs * head_blocks, 2, dim) float32, for the weights of both norms; None if these are not asked for
     """
     NUM_HEADS: tl.constexpr = LAYOUT.num_heads
     DIM: tl.constexpr = LAYOUT.dim

@@ -22,7 +22,7 @@ from fa_serve.spec import ParameterError
 
 
 class CacheStrides(NamedTuple):
-    """The strides of a paged cache (num_pages, page_size, num_kv_heads, head_dim) but the last, which is 1."""
+    """The strides of a paged cache (num_pages, page_size, num_kv_heads, head_dim), without the last one, which is 1."""
 
     page: int
     token: int
@@ -33,12 +33,12 @@ class CacheStrides(NamedTuple):
 class HeadLayout:
     """Constants of the compiled kernel, passed as one constexpr.
 
-    num_heads, num_kv_heads: heads of q, and of k and of v each
-    query_step:  heads from one query to the next: 2 if the gate of a query stands behind it, which nothing reads here, else 1
+    num_heads, num_kv_heads: heads of q; heads of k, and also of v
+    query_step:  heads from one query to the next: 2 if each query is followed by its gate, which is not read here, else 1
     dim:         elements of a head, of which the first rotary_dim are rotated
     block_heads: heads of one program
-    block_half:  power of two that holds rotary_dim / 2
-    block_rest:  power of two that holds dim - rotary_dim
+    block_half:  a power of two, at least rotary_dim / 2
+    block_rest:  a power of two, at least dim - rotary_dim
     pdl:         the launch is programmatic
     """
 
@@ -88,7 +88,7 @@ def _rotary_store_kv(
     ROTARY: tl.constexpr = LAYOUT.rotary_dim
     HALF: tl.constexpr = ROTARY // 2
     token = (tl.program_id(0) // head_blocks).to(tl.int64)
-    # the slot is loaded here with the other loads: after the first stores the program would wait for memory once more
+    # the slot is loaded here with the other loads: if it were loaded after the first stores, the program would wait twice
     slot = tl.load(slot_ptr + token)
     heads = tl.program_id(0) % head_blocks * LAYOUT.block_heads + tl.arange(0, LAYOUT.block_heads)
     is_q = heads < NUM_HEADS
@@ -173,7 +173,7 @@ def scale_to_float8(y, descale):
 
 @triton.jit
 def _norm_weights(q_weight_ptr, k_weight_ptr, is_q, cols, keep, offset):
-    """[BLOCK_H, BLOCK]: the columns `cols` of the norm's weights, those of queries or those of keys for each head."""
+    """[BLOCK_H, BLOCK]: for each head, the columns `cols` of the norm's weights for queries or for keys."""
     q_weight = tl.load(q_weight_ptr + cols, mask=keep, other=0.0).to(tl.float32)
     k_weight = tl.load(k_weight_ptr + cols, mask=keep, other=0.0).to(tl.float32)
     return tl.where(is_q[:, None], q_weight[None, :], k_weight[None, :]) + offset

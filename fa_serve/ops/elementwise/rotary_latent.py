@@ -22,14 +22,14 @@ from fa_serve.ops.ops_backend import Norm, Pairing
 
 
 class HeadStrides(NamedTuple):
-    """The strides of rotated parts of queries (total, num_heads, rope) but the last, which is 1."""
+    """The strides of rotated parts of queries (total, num_heads, rope), without the last one, which is 1."""
 
     token: int
     head: int
 
 
 class PageStrides(NamedTuple):
-    """The strides of a cache (num_pages, page_size, 1, rank + rope) but the last two, of which the last is 1."""
+    """The strides of a cache (num_pages, page_size, 1, rank + rope) by page and token; the last one is 1."""
 
     page: int
     token: int
@@ -39,11 +39,11 @@ class PageStrides(NamedTuple):
 class LatentLayout:
     """Constants of the compiled kernel, passed as one constexpr.
 
-    num_heads:   of the queries
+    num_heads:   heads of the queries
     rank, rope:  elements of a latent vector and of a rotated part
-    first, step: the pair i has the elements first * i and first * i + step of a rotated part
+    first, step: pair i consists of the elements first * i and first * i + step of a rotated part
     block_heads: heads of one program
-    block_rank, block_half: powers of two that hold rank and rope / 2
+    block_rank, block_half: powers of two, at least rank and rope / 2
     pdl:         the launch is programmatic
     """
 
@@ -83,7 +83,7 @@ def _rotary_store_latent(
     cache_strides,
     LAYOUT: tl.constexpr,
 ):
-    """Of the `head_blocks` + 1 programs of a token, the last one computes its key, the others `block_heads` queries each."""
+    """A token has `head_blocks` + 1 programs: the last computes its key, each of the others `block_heads` query heads."""
     wait_for_previous_kernel(LAYOUT.pdl)
     RANK: tl.constexpr = LAYOUT.rank
     HALF: tl.constexpr = LAYOUT.rope // 2

@@ -1,7 +1,7 @@
-"""The kernel that packs rows of many tensors into one, or unpacks them: one program for each row and piece of it.
+"""The kernel that packs rows of many tensors into one tensor, or unpacks them: one program for each piece of each row.
 
-A page of the KV cache is two ranges of memory in each layer. With one launch for all of them, what the host pays does not grow
-with the layers, and the copy to or from the host's memory is one.
+A page of the KV cache is two ranges of memory in each layer. With one launch for all of them, the host's cost does not grow
+with the number of layers, and a single copy moves the packed rows to or from host memory.
 """
 
 from __future__ import annotations

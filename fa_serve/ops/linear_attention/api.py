@@ -4,16 +4,17 @@
     out = ops.gated_delta_rule_paged(q, k, v, g, beta, states, batch)
 
 The first form takes dense sequences (batch, seqlen, ...), or packed ones, (1, total, ...) with `cu_seqlens` (num_seqs + 1,)
-int32. `initial_state` has one state for each sequence and None is zeros; the final states are returned if they are asked for,
-else None. A state is float32 (float64 for float64 inputs), and that of a convolution has the dtype of its input. A sequence
-without rows keeps its initial state.
+int32. `initial_state` has one state for each sequence; None means zeros. The final states are returned if
+`output_final_state` is True, else None. A state is float32 (float64 for float64 inputs), except that the state of a convolution
+has the dtype of its input. A sequence without rows keeps its initial state.
 
 The second form takes the packed rows (total, ...) of a step of the engine. It reads states and tails of `states`, as `batch`
-says, and writes both in place (problem.py). `<name>_state` says what the form keeps. In both forms rows behind the last
-sequence and those of padding return 0.
+says, and writes both in place (problem.py). `<name>_state` describes what this form keeps. In both forms, rows past the last
+sequence and padding rows return 0.
 
-All compute in float32 (float64 for float64 inputs) and round the result once. As all of `fa_serve.ops` they do not validate
-their arguments. Log gates must be at most 0.
+All compute gates, sums and states in float32 (float64 for float64 inputs) and round the output once; the kernels for pieces
+multiply in the dtype of the rows (prepare.py). Like all of `fa_serve.ops`, the functions do not validate their arguments. Log
+gates must be at most 0.
 
 Sources: gated DeltaNet (Yang et al. 2024, arXiv:2412.06464), Kimi Delta Attention (Kimi Team 2025, arXiv:2510.26692), SSD
 (Dao, Gu 2024, arXiv:2405.21060), selective scan (Gu, Dao 2023, arXiv:2312.00752), lightning attention (Qin et al. 2024,
@@ -201,7 +202,7 @@ def selective_scan(
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The state space model of Mamba, whose channels have states that forget one by one.
+    """The state space model of Mamba, in which each number of a channel's state forgets at a rate of its own.
 
         dt = softplus(dt + dt_bias);  h = exp(dt a) h + dt b x;  out = (sum(h c) + d x) * silu(z)
 
@@ -246,7 +247,7 @@ def rg_lru(
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The recurrence of RG-LRU, h = exp(log_a) h + x, of which each h is returned.
+    """The recurrence of RG-LRU, h = exp(log_a) h + x. The output of each row is its h.
 
     x:             (batch, seqlen, channels): inputs after their gate, times sqrt(1 - exp(2 log_a))
     log_a:         (batch, seqlen, channels)

@@ -1,13 +1,13 @@
 """The gradients of the gated delta rule with gates by channel (Kimi delta attention), in pieces of up to 64 rows.
 
-The forward's operands and the states before pieces are computed again (pieces.py), and the loop backwards over the pieces is
-that of gates by head (pieces_backward.py). Then two launches, a program for each piece and head:
+The forward's operands and the states before pieces are computed again (pieces.py), and the backward loop over the pieces is the
+one for gates by head (pieces_backward.py). Then two launches follow, with a program for each piece and head:
 
-1. `_gradients_of_values`: all that sums over the columns of the values, among them the gradients of the values, and of the
-   products of rows with rows.
-2. `_gradients_of_channels`: those of queries, keys and gates, some channels at a time. Rows of different blocks of 16 are
-   multiplied through the first row of the later block, and rows of the same block one by one, so that no gate is taken
-   by more than its own decay: all exponents are at most 0, as in the forward.
+1. `_gradients_of_values` computes everything that is a sum over the columns of the values, such as the gradients of the
+   products of rows with rows, and the gradients of the values.
+2. `_gradients_of_channels` computes the gradients of queries, keys and gates, some channels at a time. For rows of different
+   blocks of 16, the decay between them is split at the first row of the later block. Rows of the same block are paired one by
+   one. All exponents are therefore at most 0, as in the forward.
 
 docs/kernels/linear-attention.md derives them.
 """
@@ -33,7 +33,7 @@ from fa_serve.ops.linear_attention.problem import PIECE_ROWS, MatrixInputs, Stat
 from fa_serve.ops.linear_attention.tiles import MIN_COLUMNS, PiecesTile
 
 BLOCK_CHANNELS = 32
-"""Channels that a program has in registers: some ten matrices of 64 rows."""
+"""Channels that a program has in registers at a time: about ten matrices of 64 rows by this many columns."""
 
 
 @triton.jit
@@ -66,10 +66,16 @@ def _gradients_of_values(
     BLOCK_V: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """dattn, dlow (pieces, HEADS, 64, 64): gradients of the products of queries and keys, and of the triangular system before
-    its rows are multiplied by beta. dq, dk, dw (total, HEADS, DIM) float32: those of the queries faded from the begin of the
-    piece, of the keys faded to its end, and of the rows of w before beta. dwhole (pieces, HEADS, BLOCK_K) float32: of the decay
-    of the piece. dv (total, HEADS, DIM_V). dbeta (total, HEADS) float32: the part through the values."""
+    """Stores gradients:
+
+    dattn, dlow: (pieces, HEADS, 64, 64): of the products of queries and keys, and of the triangular system before its rows are
+                 multiplied by beta
+    dq, dk, dw:  (total, HEADS, DIM) float32: of the queries decayed from the beginning of the piece, of the keys decayed to its
+                 end, and of the rows of w before beta
+    dwhole:      (pieces, HEADS, BLOCK_K) float32: of the decay over the piece
+    dv:          (total, HEADS, DIM_V)
+    dbeta:       (total, HEADS) float32: only the part through the values
+    """
     head = tl.program_id(0) % HEADS
     piece = (tl.program_id(0) // HEADS).to(tl.int64)
     first = tl.load(chunk_ptr + 4 * piece)
@@ -152,7 +158,7 @@ def _gradients_of_channels(
 ):
     """Completes dq, dk and dbeta in place, and writes dg (total, HEADS, DIM).
 
-    q, k: (total, KEY_HEADS, DIM) float32, contiguous, normalised if that is asked for
+    q, k: (total, KEY_HEADS, DIM) float32, contiguous, already normalised if the call asks for it
     sums: (total, HEADS, DIM) float32: the log gates from the first row of the piece to each row
     """
     head = tl.program_id(0) % HEADS
@@ -184,16 +190,16 @@ def _gradients_of_channels(
         sums = tl.load(sums_ptr + of_rows, mask=keep, other=0.0)
         of_last = ((first + rows - 1).to(tl.int64) * HEADS + head) * DIM + c
         whole = tl.load(sums_ptr + of_last, mask=c < DIM, other=0.0)
-        # through the state before the piece, w, and the state behind the piece
+        # gradients through the state before the piece, w, and the state after the piece
         to_row = tl.exp(sums)
         dq = tl.load(dq_ptr + of_rows, mask=keep, other=0.0) * to_row
-        dleft = tl.load(dw_ptr + of_rows, mask=keep, other=0.0) * to_row  # of keys that see others, before beta
+        dleft = tl.load(dw_ptr + of_rows, mask=keep, other=0.0) * to_row  # of keys in their role as the later row, before beta
         dright = tl.load(dk_ptr + of_rows, mask=keep, other=0.0)
-        dright *= tl.exp(tl.minimum(whole[None, :] - sums, 0.0))  # of keys that are seen
+        dright *= tl.exp(tl.minimum(whole[None, :] - sums, 0.0))  # of keys in their role as the earlier row
         dlast = tl.sum(dright * keys, 0)
         dlast += tl.exp(whole) * tl.load(dwhole_ptr + of_head * BLOCK_K + c, mask=c < DIM, other=0.0)
         for block in range(1, 4):
-            # rows of this block with rows of the blocks before it: through the first row of the block
+            # rows of this block with rows of earlier blocks: the decay is split at the first row of the block
             middle = tl.sum(tl.where((i == block * 16)[:, None], sums, 0.0), 0)[None, :]
             from_middle = tl.where((i // 16 == block)[:, None], tl.exp(tl.minimum(sums - middle, 0.0)), 0.0)
             to_middle = tl.where((i < block * 16)[:, None], tl.exp(tl.minimum(middle - sums, 0.0)), 0.0)
@@ -204,7 +210,7 @@ def _gradients_of_channels(
             seen = tl.dot(tl.trans(weighed), (keys * from_middle).to(kind), seen, input_precision=PRECISION)
             dright += to_middle * seen
         for offset in range(16):
-            # each row with one row of its block, which is before it or behind it
+            # each row with one row of its own block, which may be earlier or later
             other = i // 16 * 16 + offset
             at = (first + other).to(tl.int64)
             there = (other < rows)[:, None] & in_c
@@ -283,7 +289,7 @@ def channel_gradients(
 
 
 def _length_factor(x: Tensor) -> Tensor:
-    """By which rows (..., dim) are multiplied to have the length 1: float32 (..., 1)."""
+    """The factor that scales rows (..., dim) to length 1: float32 (..., 1)."""
     wide = x.float()
     factor: Tensor = (wide.square().sum(-1, keepdim=True) + L2NORM_EPS.value).rsqrt()
     return factor
@@ -294,7 +300,7 @@ def _normalised(x: Tensor) -> Tensor:
 
 
 def _before_normalised(x: Tensor, unit: Tensor, d: Tensor) -> Tensor:
-    """The gradient of rows x whose normalised form is `unit`, with the gradient d."""
+    """The gradient of rows x. `unit` is their normalised form, and d is the gradient of `unit`."""
     before: Tensor = _length_factor(x) * (d - unit * (unit * d).sum(-1, keepdim=True))
     return before
 

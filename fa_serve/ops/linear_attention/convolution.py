@@ -1,11 +1,11 @@
 """The kernel of the short convolution, with its activation: chunks, few rows and the functional form.
 
-A program computes some rows, of any sequences, and some channels; of few rows, each has its own programs. Each row finds its
-sequence, and each input that it needs is one of three: a row of the step, a row of the tail, or a row of the state page. Rows
-of the step are written to the tail, where no program reads them. Two programs never write the same state: one row writes the
-state before the position behind it.
+A program computes some channels of some rows, whichever sequences these belong to. In calls with few rows, each row has its own
+programs. Each row finds its sequence, and each input that it needs is a row of the step, of the tail or of the state page. Rows
+of the step are written to the tail, at places that no program of this launch reads. Two programs never write the same state,
+because the state before position p + 1 is written by the row at p.
 
-The table of pieces has the states of chunks, which a second launch copies from the rows of the step.
+The states that chunks keep are listed in the table of pieces. A second launch copies them from the rows of the step.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BLOCK_M = 16
 BLOCK_C = 128
 """Channels of a program."""
 MOST_SINGLE_ROWS = 512
-"""Up to so many rows, each row has its own programs. More rows share weights and inputs in blocks of BLOCK_M."""
+"""Up to this many rows, each row has its own programs. More rows share weights and inputs in blocks of BLOCK_M."""
 SINGLE_ROW_CHANNELS = 256
 """Channels of a program of a single row."""
 
@@ -109,7 +109,7 @@ def _causal_conv(
             tl.store(tail_ptr + place[:, None] * CHANNELS + c[None, :], y, mask=kept[:, None] & in_c[None, :])
     if SILU:
         acc = silu(acc)
-    acc = tl.where(live[:, None], acc, 0.0)  # padding too is read by the rest of a model
+    acc = tl.where(live[:, None], acc, 0.0)  # the rest of the model reads padding rows too
     place = row.to(tl.int64)[:, None] * CHANNELS + c[None, :]
     tl.store(out_ptr + place, acc.to(out_ptr.dtype.element_ty), mask=(row < total)[:, None] & in_c[None, :])
 
@@ -142,8 +142,9 @@ def _causal_conv_of_row(
     BLOCK_C: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One row of a step of decoding, with what `_causal_conv` computes. The places of its inputs are numbers of the program, so
-    that no thread waits for another and all inputs are on their way at once. The next kernel may start meanwhile."""
+    """Computes what `_causal_conv` computes, for one row, such as a row of a decode step. The addresses of its inputs are
+    scalars of the program, so no thread waits for another, and all inputs are in flight at once. The next kernel may start
+    meanwhile (programmatic launch)."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     COLUMNS: tl.constexpr = (CHANNELS + BLOCK_C - 1) // BLOCK_C
@@ -151,7 +152,7 @@ def _causal_conv_of_row(
     c = tl.program_id(0) % COLUMNS * BLOCK_C + tl.arange(0, BLOCK_C)
     in_c = c < CHANNELS
 
-    # a sequence of one row that follows others of one row has its number
+    # if all sequences up to this row have one row, the number of the row is that of its sequence
     seq = tl.minimum(row, num_seqs - 1)
     begin = tl.load(cu_ptr + seq)
     behind = tl.load(cu_ptr + seq + 1)
@@ -203,7 +204,7 @@ def _causal_conv_of_row(
         acc += y.to(tl.float32) * weight
     if SILU:
         acc = silu(acc)
-    acc = tl.where(live, acc, 0.0)  # padding too is read by the rest of a model
+    acc = tl.where(live, acc, 0.0)  # the rest of the model reads padding rows too
     tl.store(out_ptr + row.to(tl.int64) * CHANNELS + c, acc.to(out_ptr.dtype.element_ty), mask=in_c)
     if tail_ptr is not None:
         keep = in_c & live & (position >= end - RING)
@@ -252,7 +253,7 @@ def _input_of_row(
     WIDTH: tl.constexpr,
     RING: tl.constexpr,
 ):
-    """Channels c of the input that one tap of a row sees: of the step, of the tail or of the state page."""
+    """Channels c of the input that one tap of a row sees. It is in the step, in the tail or in the state page."""
     at = position - (WIDTH - 1) + tap
     place = x_ptr + (row - (WIDTH - 1) + tap).to(tl.int64) * stride_x
     if tap < WIDTH - 1:
@@ -278,8 +279,8 @@ def _store_conv_states(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """The last REACH inputs up to a piece whose state is kept. A chunk begins without a tail, so they are rows of the step, or
-    of the page that the sequence begins with."""
+    """Stores the last REACH inputs up to the end of a piece whose state is kept. A chunk begins without a tail, so these inputs
+    are rows of the step, or of the page that the sequence begins with."""
     COLUMNS: tl.constexpr = (CHANNELS + BLOCK_C - 1) // BLOCK_C
     piece = tl.program_id(0) // COLUMNS
     target = tl.load(chunk_ptr + 4 * piece + 3).to(tl.int64)
@@ -306,7 +307,8 @@ def launch_causal_conv(
 ) -> Tensor:
     """The outputs of packed rows (total, channels).
 
-    few_rows: most rows of a sequence whose state goes to its page in `targets`; the states of others are in the table of pieces
+    few_rows: the state of a sequence with at most this many rows goes to its page in `targets`; for longer sequences, the
+              table of pieces lists the states to store
     """
     x = with_unit_stride(x)
     weight = with_unit_stride(weight)
@@ -345,8 +347,8 @@ def launch_causal_conv(
 
 
 def takes_single_rows(total: int, arch: int) -> bool:
-    """Whether each row has its own programs. Triton 3.6 does not compile them for AMD GPUs, where a pass fails at addresses
-    that are chosen."""
+    """Whether each row has its own programs. Triton 3.6 does not compile them for AMD GPUs: a compiler pass fails at addresses
+    that are selected by `tl.where`."""
     return total <= MOST_SINGLE_ROWS and arch > 0
 
 

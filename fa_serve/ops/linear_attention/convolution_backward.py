@@ -1,10 +1,11 @@
 """The gradients of the short convolution of packed sequences, in two launches.
 
-1. `_conv_weight_gradients`, a program for some channels and several blocks of rows: it computes the sums before the activation
-   again, stores their gradients, and adds up those of the weight and of the bias over its rows. PyTorch adds the programs'
-   parts, in one order, so that gradients have the same bits each time.
-2. `_conv_input_gradients`: an input is read by the rows of its sequence from its own on, up to the width. The inputs of the
-   initial states stand before their sequences, and final states hand their gradients to the inputs that they keep.
+1. `_conv_weight_gradients`, a program for some channels and several blocks of rows. It computes the sums before the activation
+   again, stores their gradients, and adds up the gradients of the weight and of the bias over its rows. PyTorch adds the parts
+   of the programs in a fixed order, so that gradients have the same bits each time.
+2. `_conv_input_gradients` adds up the gradient of each input over the rows of its sequence that read it: the input's own row
+   and the width - 1 rows after it. The inputs in an initial state come before the rows of their sequence. The gradients of a
+   final state are added to those of the inputs that it holds.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ GRADIENT_ROWS = 32
 GRADIENT_CHANNELS = 64
 """Channels of a program."""
 MAX_WEIGHT_PARTS = 128
-"""Sums of weights' gradients for one channel: with more rows, a program has more blocks."""
+"""The most partial sums of the weight's gradients for one channel: with more rows, a program takes more blocks of rows."""
 
 
 @triton.jit
 def _inputs_of_tap(
     x_ptr, state_ptr, row, begin, seq, live, c, in_c, tap, stride_x, CHANNELS: tl.constexpr, WIDTH: tl.constexpr
 ):
-    """The inputs [BLOCK_M, BLOCK_C] that rows read with one tap, in float32; 0 before a sequence without a state."""
+    """The inputs [BLOCK_M, BLOCK_C] that rows read with one tap, in float32; 0 before the first row if there is no state."""
     at = row - (WIDTH - 1) + tap
     inside = live & (at >= begin)
     y = tl.load(x_ptr + at.to(tl.int64)[:, None] * stride_x + c[None, :], mask=inside[:, None] & in_c[None, :], other=0.0)
@@ -68,7 +69,7 @@ def _conv_weight_gradients(
     BLOCK_C: tl.constexpr,
 ):
     """inner_ptr (total, CHANNELS) float32: gradients of the sums before the activation.
-    parts_ptr (programs, WIDTH + 1, CHANNELS) float32: those of the weight, and behind them of the bias."""
+    parts_ptr (programs, WIDTH + 1, CHANNELS) float32: partial gradients of the weight, followed by those of the bias."""
     COLUMNS: tl.constexpr = (CHANNELS + BLOCK_C - 1) // BLOCK_C
     part = tl.program_id(0) // COLUMNS
     c = tl.program_id(0) % COLUMNS * BLOCK_C + tl.arange(0, BLOCK_C)
@@ -119,13 +120,13 @@ def _conv_input_gradients(
     BLOCK_M: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """Rows from `total` on are those of the initial states, WIDTH - 1 of each sequence."""
+    """Row numbers from `total` on stand for the inputs in the initial states, WIDTH - 1 for each sequence."""
     COLUMNS: tl.constexpr = (CHANNELS + BLOCK_C - 1) // BLOCK_C
     REACH: tl.constexpr = WIDTH - 1
     row = tl.program_id(0) // COLUMNS * BLOCK_M + tl.arange(0, BLOCK_M)
     c = tl.program_id(0) % COLUMNS * BLOCK_C + tl.arange(0, BLOCK_C)
     in_c = c < CHANNELS
-    old = row - total  # of the initial states, from 0 on
+    old = row - total  # number of the input among those of the initial states
     is_old = old >= 0
     seq = tl.where(is_old, old // REACH, sequences_of_rows(row, cu_ptr, num_seqs, BLOCK_SEQS))
     exists = (seq >= 0) & (seq < num_seqs)
@@ -139,7 +140,7 @@ def _conv_input_gradients(
         keep = (exists & (at >= begin) & (at < behind))[:, None] & in_c[None, :]
         d = tl.load(inner_ptr + at.to(tl.int64)[:, None] * CHANNELS + c[None, :], mask=keep, other=0.0)
         acc += d * tl.load(weight_ptr + c * stride_w + tap, mask=in_c, other=0.0).to(tl.float32)[None, :]
-    kept = row - (behind - REACH)  # the row of the final state that is this input
+    kept = row - (behind - REACH)  # the row of the final state that holds this input
     place = seq.to(tl.int64) * REACH + kept
     keep = (live & (kept >= 0))[:, None] & in_c[None, :]
     acc += tl.load(dfinal_ptr + place[:, None] * CHANNELS + c[None, :], mask=keep, other=0.0).to(tl.float32)

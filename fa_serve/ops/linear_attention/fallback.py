@@ -3,8 +3,8 @@
 It computes in float32, or in float64 for float64 input, and keeps states in that dtype. All exponents are at most 0, so that
 strong gates underflow to 0 and nothing overflows. docs/kernels/linear-attention.md derives the forms.
 
-The functional forms can be differentiated by PyTorch. The forms for a step of the engine end in `_paged`: they read states and
-tails, and write them in place. The arguments are those of api.py.
+PyTorch can differentiate the functional forms. The names of the forms for a step of the engine end in `_paged`: these read
+states and tails, and write them in place. The arguments are those of api.py.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def _weights(inputs: MatrixInputs) -> Tensor | None:
 def _row_terms(
     inputs: MatrixInputs, keys: Tensor, values: Tensor, group: PackedGroup, weight: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """k, v or u, log gates, and beta of the delta rule, of a group's rows, as `matrix_pieces` takes them."""
+    """(k, v, log gates, beta) of a group's rows, as `matrix_pieces` takes them; beta is None except for the delta rule."""
     heads = values.shape[2]
     weights = None if weight is None else group.gather(weight).to(values.dtype)
     beta = None
@@ -128,13 +128,13 @@ def _row_terms(
 
 
 def _linear_terms(a: Tensor, values: Tensor, valid: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Log gates (n, rows, heads), and what rows add along their keys: a and v, each times the weights if there are any."""
+    """Log gates (n, rows, heads), and what rows add along their keys: a and v, each times the weights, if there are weights."""
     gates = masked(a.to(values.dtype).expand(*valid.shape, len(a)), valid)
     return (gates, values) if weights is None else (gates * weights, values * weights[..., None])
 
 
 def _with_inputs(out: Tensor, inputs: MatrixInputs, group: PackedGroup) -> Tensor:
-    """The outputs of a group (n, rows, heads, dim_v) with d * v."""
+    """The outputs of a group (n, rows, heads, dim_v), with d * v added if there is a d."""
     return out if inputs.d is None else add_skip(out, group.gather(inputs.v), inputs.d[:, None])
 
 
@@ -159,7 +159,7 @@ def _scan_steps(inputs: ScanInputs) -> Tensor:
 
 
 def _terms_of_rows(inputs: ScanInputs, rows: Sequence[Tensor]) -> Terms:
-    """The factor of the state and what is added to it, of rows of x, dt and b, or of x and log gates."""
+    """`Terms` of rows of (x, dt, b), or of (x, log gates) for RG-LRU."""
     if inputs.a is None:
         return rows[1].exp(), rows[0]
     x, dt, b = rows
@@ -167,7 +167,7 @@ def _terms_of_rows(inputs: ScanInputs, rows: Sequence[Tensor]) -> Terms:
 
 
 def _read_states(inputs: ScanInputs, states: Tensor, group: PackedGroup) -> Tensor:
-    """The outputs of a group's rows, of the states behind them (n, rows, channels, size)."""
+    """The outputs of a group's rows, from the states after them (n, rows, channels, size)."""
     if inputs.c is None:
         return states
     out = (states * group.gather(inputs.c).to(states.dtype)[:, :, None]).sum(-1)
@@ -200,7 +200,7 @@ def convolve_paged(
 
 
 class _Call:
-    """Inputs of dense or packed sequences, and the outputs and final states that are put together."""
+    """Splits the inputs of dense or packed sequences into groups, and puts their outputs and final states together."""
 
     def __init__(
         self,
@@ -219,15 +219,15 @@ class _Call:
         self.out = torch.zeros_like(like, dtype=self.dtype)
 
     def rows(self, group: PackedGroup, x: Tensor) -> Tensor:
-        """An input's rows of a group, (n, most, ...)."""
+        """The rows of an input that belong to a group, (n, most, ...)."""
         return group.gather(x).to(self.dtype)
 
     def state(self, group: PackedGroup) -> Tensor:
-        """The states that a group begins with."""
+        """The initial states of a group."""
         return self.states[group.sequences]
 
     def put(self, group: PackedGroup, out: Tensor, state: Tensor) -> None:
-        """A group's outputs and final states."""
+        """Store a group's outputs and final states."""
         self.out = group.scatter(self.out, out)
         self.states = self.states.index_put((group.sequences,), state)
 
@@ -239,7 +239,7 @@ class _Call:
 def _store_matrix_states(
     group: StepGroup, pages: Tensor, start: Tensor, before: Sequence[Tensor], rows: Sequence[Tensor]
 ) -> None:
-    """Write the states that the step is to keep, from those at `start`, the tail (k, u, g) and the rows (k, u, g)."""
+    """Write the states that the step must keep, from the states at `start`, the tail (k, u, g) and the rows (k, u, g)."""
     for i, position, page in group.stores:
         tail = group.in_tail[i]
         counted = group.valid[i] & (group.positions[i] < position)
@@ -248,7 +248,7 @@ def _store_matrix_states(
 
 
 def _scan_step(group: StepGroup, states: StateTensors, before: Terms, rows: Terms) -> Tensor:
-    """All states of a step's rows, by the terms of the tail and of the rows. It writes those that the step is to keep."""
+    """All states of a step's rows, from the terms of the tail and of the rows. Writes the states that the step must keep."""
     state = group.start_state(states.pages)
     if before[0].shape[1]:
         state = scan_rows(*before, state)[:, -1]

@@ -1,17 +1,17 @@
-"""The kernel for few rows of a sequence behind a state page and a tail, of recurrences whose state is a matrix.
+"""The kernel for a few rows of a sequence after a state page and a tail, for recurrences whose state is a matrix.
 
 A program computes some columns of the values of one head of one sequence, one row after the other. It reads these columns of
-the state once and keeps them in registers. Each row reads the tail again: a step of decoding has one row for each sequence, so
-that nothing is read twice then, and the tail has no registers behind its sums. More programs fit on a multiprocessor, and the
-memory is busy with their states. All sums of a row over channels, over the tail and over the state end in one sum over the
-threads that hold a column. docs/kernels/linear-attention.md has the equations.
+the state once and keeps them in registers. Each row reads the tail again. A decode step has one row per sequence, so it reads
+nothing twice, and the tail occupies no registers once it has been summed. More programs therefore fit on a multiprocessor, and
+their states keep the memory busy. The products of a row with the state (S^T k and S^T q) and its sums over the tail end in one
+reduction over the threads that hold a column. docs/kernels/linear-attention.md has the equations.
 
-The tail is read in tiles of BLOCK_T rows, from the last one back, and of the last tile only the rows that exist. What a row
-adds depends on its position behind the state page alone: the bits of a row do not depend on how many steps the rows before it
-came in. The state is written only if a page fills, by the recurrence itself, a row after the other.
+The tail is read in tiles of BLOCK_T rows, from the last tile back to the first; in the last tile, only the rows that exist are
+read. What a row adds depends only on its position after the state page, so its bits do not depend on how many steps computed
+the rows before it. The state is written only if a page fills. It is then computed by the recurrence itself, row by row.
 
-Sequences with more rows than FEW_ROWS are skipped, and so are those of padding: what a step contains is decided on the device,
-so that a CUDA graph of the launch serves every step. Left out: chunks of prompts (pieces.py).
+Sequences with more rows than FEW_ROWS and sequences that are padding are skipped. This is decided on the device, so that one
+CUDA graph of the launch serves every step. Left out: chunks of prompts (pieces.py).
 """
 
 from __future__ import annotations
@@ -86,14 +86,14 @@ def _compute_few_rows(
     BLOCK_V: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Rows t count from the position of the state on: first those of the tail, and behind them those of the step.
+    """Rows t are counted from the position of the state: first the rows of the tail, then the rows of the step.
 
-    g_ptr:        log gates of the delta rule; None: they are a, or a * weight
+    g_ptr:        log gates of the delta rule; None: the log gates are a, or a * weight
     weight_ptr:   beta of the delta rule, else dt or None
-    tail_u_ptr:   u of the delta rule, also without a tail, for u of the step; else v
+    tail_u_ptr:   u of the delta rule, else v. The delta rule needs it without a tail too, for u of the step's rows
     tail_g_ptr:   g of the delta rule, else dt or None
     stride_*:     from row to row; heads and their elements are contiguous
-    ONE_ROW:      of each sequence, behind a tail
+    ONE_ROW:      each sequence has one row, after a tail
     """
     DELTA: tl.constexpr = g_ptr is not None
     COLUMNS: tl.constexpr = (DIM_V + BLOCK_V - 1) // BLOCK_V
@@ -102,7 +102,7 @@ def _compute_few_rows(
     seq = tl.program_id(0) // (COLUMNS * HEADS)
     key_head = head // (HEADS // KEY_HEADS)
 
-    # what the host has sent, in one round trip
+    # the values that the host has sent: independent loads, so one round trip to memory
     begin = tl.load(cu_ptr + seq)
     behind = tl.load(cu_ptr + seq + 1)
     end = tl.load(seqused_ptr + seq)
@@ -115,7 +115,8 @@ def _compute_few_rows(
     start = first // PAGE * PAGE
     tail = first - start
 
-    # The state, which no kernel just before this one writes, is on its way while the rest is read and computed.
+    # Load the state early, so that it is in flight while the rest is read and computed. It may be loaded before gdc_wait,
+    # because the kernel just before this one never writes states.
     c = tl.arange(0, BLOCK_K)
     x = block * BLOCK_V + tl.arange(0, BLOCK_V)
     in_c = c < DIM
@@ -146,7 +147,7 @@ def _compute_few_rows(
     a = 0.0
     if not DELTA:
         a = tl.load(a_ptr + head).to(tl.float32)
-    # The tail of a single row is one tile, which is on its way as well.
+    # If the tail before a single row fits into one tile, it is loaded early as well.
     HELD: tl.constexpr = ONE_ROW and PAGE <= BLOCK_T + 1
     if HELD:
         keys, u, gates, weights = read_tile(
@@ -229,10 +230,10 @@ def _compute_few_rows(
         key, query, alike = compare_key_and_query(key, query, scale, NORMALISE)
         part_of_known = tl.zeros([BLOCK_T, BLOCK_V], tl.float32)
         part_of_out = tl.zeros([BLOCK_T, BLOCK_V], tl.float32)
-        after = gate  # log gates behind the tile, up to row r
+        after = gate  # sum of the log gates after the tile, up to row r
         tiles = (r + BLOCK_T - 1) // BLOCK_T
         if ONE_ROW:
-            tiles = (PAGE - 1 + BLOCK_T - 1) // BLOCK_T  # also of a tail without rows, which are 0
+            tiles = (PAGE - 1 + BLOCK_T - 1) // BLOCK_T  # a constant: rows that the tail lacks are read as 0
         for i in range(tiles):
             low = (tiles - 1 - i) * BLOCK_T
             if not HELD:
@@ -279,7 +280,7 @@ def _compute_few_rows(
         if d_ptr is not None:
             y += tl.load(d_ptr + head).to(tl.float32) * value
         tl.store(out_row_ptr + j * (HEADS * DIM_V) + x, y.to(out_ptr.dtype.element_ty), mask=in_x)
-        # rows of the step: no other program reads the rows of the ring that are written here
+        # store the row in the tail: no other program reads the rows of the ring that are written here
         if tail_k_ptr is not None and block == 0:
             if head % (HEADS // KEY_HEADS) == 0:
                 tl.store(tail_k_ptr + own * (KEY_HEADS * DIM) + c, raw_key, mask=in_c)
@@ -289,7 +290,7 @@ def _compute_few_rows(
                 else:
                     tl.store(tail_g_ptr + own * HEADS, kept)
         if DELTA and j + 1 < rows:
-            tl.debug_barrier()  # other threads read u
+            tl.debug_barrier()  # the next row reads u, in other threads
 
     position = end // PAGE * PAGE
     if (target >= 0) & (position > start):
@@ -332,7 +333,7 @@ def _compute_few_rows(
 
 
 def launch_few_rows(inputs: MatrixInputs, access: StateAccess, out: Tensor, tile: FewRowsTile) -> None:
-    """Compute the rows of all sequences with at most FEW_ROWS rows, and write them to `out`, which is like v and contiguous."""
+    """Compute the rows of all sequences with at most FEW_ROWS rows, and write them to `out`, a contiguous tensor like v."""
     q, k, v, g = (x if x is None else with_contiguous_heads(x) for x in inputs[:4])
     weight = None if inputs.weight is None else with_unit_stride(inputs.weight)
     assert q is not None

@@ -1,6 +1,6 @@
-"""The kernel that lists the sequences of a call of the functional form, and their pieces, as a step of the engine has them.
+"""The kernel that lists the sequences of a call of the functional form, and their pieces, in the form of a step of the engine.
 
-One launch replaces some forty of PyTorch's, which took longer than the recurrence of a short prompt.
+One launch replaces about forty launches of PyTorch, which took longer than the recurrence of a short prompt.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ BLOCK_SEQS = 16
 class SequenceList(NamedTuple):
     """int32 tensors for sequences that begin at position 0.
 
-    bounds:  (num_seqs + 1,): the first row of each sequence, and the row behind the last one
+    bounds:  (num_seqs + 1,): the first row of each sequence, and the row past the last one
     lengths: (num_seqs,)
     own:     (num_seqs,): the numbers of the sequences
     none:    (num_seqs,): -1
-    pieces:  (total // PIECE_ROWS + num_seqs, 4), as in `StateBatch`: the last piece of sequence b stores page b. It is the most
-             pieces that sequences of `total` rows may need, and the others have no rows
+    pieces:  (total // PIECE_ROWS + num_seqs, 4), as in `StateBatch`: the last piece of sequence b stores page b. The table has
+             room for the most pieces that sequences of `total` rows can need; the entries left over have no rows
     """
 
     bounds: Tensor
@@ -55,10 +55,10 @@ def _list_sequences(
     BLOCK_P: tl.constexpr,
     BLOCK_B: tl.constexpr,
 ):
-    """given_ptr: the bounds of packed sequences; None: all have `seqlen` rows"""
+    """given_ptr: the bounds of packed sequences; None if all sequences have `seqlen` rows"""
     p = tl.program_id(0) * BLOCK_P + tl.arange(0, BLOCK_P)
     seq = tl.zeros([BLOCK_P], tl.int32)
-    before = tl.zeros([BLOCK_P], tl.int32)  # pieces of the sequences before that of p
+    before = tl.zeros([BLOCK_P], tl.int32)  # how many pieces the sequences before that of piece p have
     listed = 0
     for low in range(0, num_seqs, BLOCK_B):
         b = low + tl.arange(0, BLOCK_B)
@@ -103,7 +103,7 @@ def list_sequences(sequences: Sequences, total: int, device: torch.device) -> Se
     """The list of the sequences of `total` rows. Nothing is read back."""
     num_seqs = sequences.num_seqs
     num_pieces = total // PIECE_ROWS + num_seqs
-    each = -(-(num_seqs + 1) // 4) * 4  # a launch asks for addresses that are multiples of 16 bytes
+    each = -(-(num_seqs + 1) // 4) * 4  # launches require addresses that are multiples of 16 bytes
     made = torch.empty(4 * (each + num_pieces), dtype=torch.int32, device=device)
     bounds, lengths, own, none = made[: 4 * each].view(4, each).unbind()
     pieces = made[4 * each :].view(num_pieces, 4)

@@ -1,16 +1,17 @@
-"""The kernels for chunks of prompts, in pieces of up to 64 rows, of recurrences whose state is a matrix.
+"""The kernels for chunks of prompts, in pieces of up to 64 rows, for recurrences whose state is a matrix.
 
-Up to four launches, for what prepare.py computes and then
+There are up to four launches: those of prepare.py, and then
 
-1. `_pass_states`, a program for each sequence, head and block of columns of the values: it keeps the state in registers and
-   goes through the pieces of the sequence in their order. It only multiplies what is prepared by the state, so that its loads
-   do not wait for each other. The state after a piece is stored where the table of pieces says so.
-2. `_compute_outputs`, a program for each piece and head: the outputs, from the states before the pieces. With `outputs_in_loop`
-   of the tile, which is for many sequences, `_pass_states` computes them and stores no states before pieces.
+1. `_pass_states`, a program for each sequence, head and block of columns of the values. It keeps the state in registers and
+   goes through the pieces of the sequence in order. It only multiplies prepared operands by the state, so that its loads do not
+   wait for each other. It stores the state after a piece if the table of pieces names a page for it.
+2. `_compute_outputs`, a program for each piece, head and block of columns. It computes the outputs from the states before the
+   pieces. If the tile has `outputs_in_loop`, which is for many sequences, `_pass_states` computes the outputs instead and does
+   not store the states before the pieces.
 
-The state is held transposed, columns of the values by keys: the accumulator of a product is then the first operand of the next
-one, which tensor cores of Hopper read from registers. docs/kernels/linear-attention.md derives the forms. Left out: sequences
-with few rows (few_rows.py).
+The state is held transposed, columns of the values by keys. The accumulator of a product is then the first operand of the next
+product, and Hopper's tensor cores read a first operand from registers. docs/kernels/linear-attention.md derives the forms.
+Left out: sequences with few rows (few_rows.py).
 """
 
 from __future__ import annotations
@@ -32,23 +33,24 @@ from fa_serve.ops.linear_attention.problem import PIECE_ROWS, MatrixInputs, Stat
 from fa_serve.ops.linear_attention.tiles import MIN_COLUMNS, PiecesTile
 
 MIN_SLAB = 64
-"""Pieces of a slab at least: launches for fewer take the host longer than the device."""
+"""The fewest pieces of a slab: with fewer, the host takes longer to launch the kernels than the device to run them."""
 
 
 class PieceOperands(NamedTuple):
-    """What the products with the state need, of each piece of the table, in the dtype of k unless it says otherwise.
+    """The operands of the products with the state, for each piece of the table, in the dtype of k unless stated otherwise.
 
-    Rows behind those of a piece are 0, and so are numbers behind those of keys and columns behind those of values, which are
-    filled up to BLOCK_K and to a multiple of a block. With one gate for each head, heads of keys are those of k; else all heads
+    Padding is 0: rows past the end of a piece, keys padded to BLOCK_K numbers, and values padded to a multiple of a block of
+    columns. With gates by head, "key heads" are the heads of k; with gates by channel they are all heads.
 
-    keys:    (pieces, heads of keys, 64, BLOCK_K); with gates by channel faded to the end of the piece
-    queries: (pieces, heads of keys, 64, BLOCK_K), scaled; with gates by channel faded from the begin of the piece
-    attn:    (pieces, heads, 64, 64): products of queries and keys through the gates, times the weights except for the delta
-             rule
-    w:       (pieces, heads, 64, BLOCK_K) of the delta rule, else None
-    u:       (pieces, heads, columns, 64): what rows add is u - (w S)^T of the delta rule, else u, the values
-    fades:   float32 (pieces, heads, 2, 64): how the gates of a head fade from the begin of the piece to each row, and from each
-             row to its end, times the weights except for the delta rule. By channel (pieces, heads, BLOCK_K): from begin to end
+    keys:    (pieces, key heads, 64, BLOCK_K); with gates by channel, each row is decayed to the end of the piece
+    queries: (pieces, key heads, 64, BLOCK_K), scaled; with gates by channel, decayed from the beginning of the piece
+    attn:    (pieces, heads, 64, 64): products of queries and keys, decayed by the gates between them, and times the weights
+             except for the delta rule
+    w:       (pieces, heads, 64, BLOCK_K) for the delta rule, else None
+    u:       (pieces, heads, columns, 64): the rows add u - (w S)^T for the delta rule, else u, which holds the values
+    fades:   float32 decay factors. By head, (pieces, heads, 2, 64): from the beginning of the piece to each row, and from each
+             row to the end, the latter times the weights except for the delta rule. By channel, (pieces, heads, BLOCK_K): from
+             the beginning of the piece to its end
     states:  (pieces, heads, columns, BLOCK_K): the states before the pieces; None with outputs in the loop
     """
 
@@ -63,7 +65,7 @@ class PieceOperands(NamedTuple):
 
 @triton.jit
 def pieces_of_sequence(chunk_ptr, begin, behind, num_chunks):
-    """-> the number of a sequence's first piece, and how many it has. They stand together in the table."""
+    """-> the number of a sequence's first piece, and how many pieces it has. They are adjacent in the table."""
     first_piece = 0
     count = 0
     entry = tl.arange(0, 128)
@@ -109,14 +111,15 @@ def _pass_states(
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """The states that are kept, u of the tail, and the states before all pieces with u of their rows, or the outputs.
+    """Stores the states that are kept and u of the tail, and either the outputs or what `_compute_outputs` needs for them: the
+    states before all pieces, and u of their rows.
 
-    u_ptr:      is read, and overwritten by u of the rows where the delta rule's outputs are computed later
-    states_ptr: None: the outputs are computed here
-    carry_ptr:  (num_seqs, HEADS, DIM, DIM_V) float32: states of sequences that began in an earlier slab, or end in a later one;
-                None without slabs
-    KEY_HEADS:  heads of keys of `PieceOperands`
-    COLUMNS:    blocks of BLOCK_V columns of the values
+    u_ptr:      input; for the delta rule it is overwritten with u of the rows, if the outputs are computed later
+    states_ptr: the states before the pieces; None if the outputs are computed here
+    carry_ptr:  (num_seqs, HEADS, DIM, DIM_V) float32: carries the states of sequences from one slab to the next; None without
+                slabs
+    KEY_HEADS:  key heads of `PieceOperands`
+    COLUMNS:    number of blocks of BLOCK_V columns of the values
     """
     DELTA: tl.constexpr = w_ptr is not None
     program = tl.program_id(0)
@@ -225,7 +228,7 @@ def _compute_outputs(
     BLOCK_V: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """The outputs of a piece, some columns of a head."""
+    """The outputs of one piece, for some columns of one head."""
     program = tl.program_id(0)
     block = program % COLUMNS
     head = (program // COLUMNS) % HEADS
@@ -259,16 +262,16 @@ def _compute_outputs(
 
 
 def launch_pieces(inputs: MatrixInputs, access: StateAccess, out: Tensor, tile: PiecesTile) -> None:
-    """Compute the rows of all pieces of `access.batch.chunks`, and write them to `out`, which is like v and contiguous."""
+    """Compute the rows of all pieces of `access.batch.chunks`, and write them to `out`, a contiguous tensor like v."""
     prepare_and_pass(inputs, access, out, tile, None)
 
 
 def prepare_and_pass(
     inputs: MatrixInputs, access: StateAccess, out: Tensor, tile: PiecesTile, inverse: Tensor | None
 ) -> PieceOperands:
-    """`launch_pieces`, and what its kernels have left.
+    """Like `launch_pieces`; returns the operands that its kernels have stored.
 
-    inverse: (pieces, heads, 64, 64), gets the inverses of the triangular systems, and `out` is not written then
+    inverse: (pieces, heads, 64, 64): if given, it gets the inverses of the triangular systems, and `out` is not written
     """
     q, k, v, g = (x if x is None else with_contiguous_heads(x) for x in inputs[:4])
     weight = None if inputs.weight is None else with_unit_stride(inputs.weight)
@@ -317,7 +320,8 @@ def prepare_and_pass(
 
 
 def _run_slabs(slabs: list[tuple[Any, tuple[Any, ...]]], device: torch.device) -> None:
-    """Run the stages of all slabs: on a GPU the loops over pieces beside the preparation and the outputs of other slabs.
+    """Run the stages of all slabs. On a GPU, the loop over the pieces of a slab runs on a second stream, at the same time as
+    the preparation and the outputs of other slabs.
 
     slabs: (plan, tensors of its stages)
     """
@@ -337,13 +341,13 @@ def _run_slabs(slabs: list[tuple[Any, tuple[Any, ...]]], device: torch.device) -
             run(2, tensors[2])
             passed.append(beside.record_event())
     for (run, tensors), event in zip(slabs, passed, strict=True):
-        main.wait_event(event)  # what follows on the stream comes after all work beside it, so memory may be used again there
+        main.wait_event(event)  # after the last wait, the main stream may reuse the memory of the second stream's work
         run(3, tensors[3])
 
 
 @lru_cache(maxsize=16)
 def _stream_beside(device: torch.device) -> torch.cuda.Stream:
-    """Its programs go before those of the usual stream, which fill what they leave."""
+    """The second stream. It has a higher priority; programs of the main stream fill the multiprocessors that it leaves free."""
     return torch.cuda.Stream(device, priority=-1)
 
 
@@ -405,7 +409,7 @@ def _plan(inputs: MatrixInputs, num_seqs: int, num_chunks: int, ring: int, strid
     )
     outputs = None
     if not tile.outputs_in_loop:
-        # the blocks of columns are those of the loop: both read `states` and `u` by them
+        # the blocks of columns must be those of the loop, because both address `states` and `u` by them
         outputs = Launch(
             _compute_outputs,
             num_chunks * heads * blocks,

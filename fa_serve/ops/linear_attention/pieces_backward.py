@@ -2,13 +2,13 @@
 
 The forward's operands and the states before pieces are computed again (pieces.py). Then three launches:
 
-1. `_prepare_gradients`, a program for each piece, head and block of columns: what the loop needs of the outputs' gradients.
-2. `_pass_gradients` goes through the pieces of a sequence backwards, with the gradient of the state in registers, and stores it
-   behind each piece with that of u.
-3. `_finish_gradients`, a program for each piece and head: those of the inputs.
+1. `_prepare_gradients`, a program for each piece, head and block of columns, computes what the loop needs from the gradients of
+   the outputs.
+2. `_pass_gradients` goes through the pieces of a sequence backwards, with the gradient of the state in registers. For each
+   piece it stores the gradient of the state after the piece, and the gradient of u.
+3. `_finish_gradients`, a program for each piece and head, computes the gradients of the inputs.
 
-docs/kernels/linear-attention.md derives them. The first two launches are those of gates by channel as well
-(channel_gradients.py).
+docs/kernels/linear-attention.md derives them. Gates by channel use the first two launches as well (channel_gradients.py).
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def _prepare_gradients(
     PRECISION: tl.constexpr,
 ):
     """du (pieces, HEADS, columns, 64): the part of u's gradient that comes from the outputs of the piece.
-    dy (pieces, HEADS, columns, 64): gradients of the outputs, faded from the begin of the piece; with gates by channel as they
-    are, because queries are faded then."""
+    dy (pieces, HEADS, columns, 64): gradients of the outputs, decayed from the beginning of the piece; with gates by channel
+    they are not decayed, because the queries are."""
     block = tl.program_id(0) % COLUMNS
     head = (tl.program_id(0) // COLUMNS) % HEADS
     piece = (tl.program_id(0) // (COLUMNS * HEADS)).to(tl.int64)
@@ -98,7 +98,7 @@ def _pass_gradients(
     STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """dstates (pieces, HEADS, columns, BLOCK_K): gradients of the states behind pieces. du is completed in place.
+    """dstates (pieces, HEADS, columns, BLOCK_K): gradients of the states after the pieces. du is completed in place.
     dfinal, dbegin (num_seqs, HEADS, DIM, DIM_V): gradients of the final and of the initial states."""
     program = tl.program_id(0)
     block = program % COLUMNS
@@ -248,7 +248,7 @@ def _finish_gradients(
     between = tl.exp(tl.minimum(sums[:, None] - sums[None, :], 0.0))
     to_row = tl.load(fades_ptr + of_head * 128 + i)
     to_end = tl.load(fades_ptr + of_head * 128 + 64 + i)
-    # through the state before the piece, that behind it, and w
+    # gradients through the state before the piece, the state after it, and w
     dq *= to_row[:, None]
     dsums = tl.sum(dq * queries.to(tl.float32), 1)
     dk *= to_end[:, None]
@@ -259,13 +259,13 @@ def _finish_gradients(
     dbeta += of_w
     dsums += beta * of_w
     dk += dw * beta[:, None]
-    # through the products of queries and keys
+    # gradients through the products of queries and keys
     dattn = tl.where(i[:, None] >= i[None, :], dattn, 0.0)
     pairs = dattn * tl.load(attn_ptr + of_pair).to(tl.float32)
     dattn = (dattn * between).to(kind)
     dq = tl.dot(dattn, keys, dq, input_precision=PRECISION)
     dk = tl.dot(tl.trans(dattn), queries, dk, input_precision=PRECISION)
-    # through the triangular system
+    # gradients through the triangular system
     dlow = tl.where(i[:, None] > i[None, :], -dlow * between, 0.0)
     alike = dlow * tl.dot(keys, tl.trans(keys), input_precision=PRECISION)
     dbeta += tl.sum(alike, 1)
@@ -291,8 +291,8 @@ def delta_rule_gradients(
 ) -> tuple[Tensor, ...]:
     """Gradients of the initial states, q, k, v, g and beta.
 
-    inputs: of the delta rule with gates by head
-    access: as for the forward: initial states are read, and final states written again
+    inputs: inputs of the delta rule with gates by head
+    access: as for the forward: the initial states are read, and the final states are written once more
     dout:   (total, heads, dim_v)
     dfinal: (num_seqs, heads, dim, dim_v)
     """

@@ -1,9 +1,9 @@
-"""The kernels that prepare pieces of up to 64 rows: all that does not need the state, for all pieces at once.
+"""The kernels that prepare pieces of up to 64 rows: they compute what does not need the state, for all pieces at once.
 
-1. `_sum_gates`, for gates by channel alone, sums the log gates from the first row of each piece on.
-2. `_prepare_pieces`, a program for each piece and head: products of queries and keys, and for the delta rule the inverse of the
-   triangular system and its products with values and keys. It stores operands of the products that need the state, in the
-   dtype of the rows and without gaps, so that the kernels behind it only load and multiply (pieces.py).
+1. `_sum_gates`, only for gates by channel, sums the log gates from the first row of each piece to each of its rows.
+2. `_prepare_pieces`, a program for each piece and head, computes the products of queries and keys, and for the delta rule the
+   inverse of the triangular system and its products with values and keys. It stores the operands of the products that need the
+   state, in the dtype of the rows and without gaps, so that the kernels that follow (pieces.py) only load and multiply.
 
 docs/kernels/linear-attention.md derives the forms.
 """
@@ -18,7 +18,8 @@ from fa_serve.ops.linear_attention.primitives import normalised_rows, time_step
 
 @triton.jit
 def _sum_gates(g_ptr, sums_ptr, chunk_ptr, stride_g, HEADS: tl.constexpr, DIM: tl.constexpr, BLOCK_K: tl.constexpr):
-    """sums (total, HEADS, DIM): the log gates from the first row of the piece to each row. A program for a piece and a head."""
+    """sums (total, HEADS, DIM): the sum of the log gates from the first row of the piece to each row. A program has one piece
+    and one head."""
     piece = tl.program_id(0) // HEADS
     head = tl.program_id(0) % HEADS
     i = tl.arange(0, 64)
@@ -31,7 +32,7 @@ def _sum_gates(g_ptr, sums_ptr, chunk_ptr, stride_g, HEADS: tl.constexpr, DIM: t
 
 @triton.jit
 def _row_gates(g_ptr, weight_ptr, a_ptr, bias_ptr, row, live, head, low, high, stride_g, stride_w, SOFTPLUS: tl.constexpr):
-    """-> log gates by head and weights [64] of rows; 0 where they are not `live`. Lightning attention has weights of 1."""
+    """-> log gates by head and weights, [64] each; 0 for rows that are not `live`. Lightning attention has weights of 1."""
     weights = live.to(tl.float32)
     if g_ptr is not None:
         gates = tl.load(g_ptr + row * stride_g + head, mask=live, other=0.0).to(tl.float32)
@@ -54,22 +55,23 @@ def _row_gates(g_ptr, weight_ptr, a_ptr, bias_ptr, row, live, head, low, high, s
 def _unit_triangular_inverse(low, PRECISION: tl.constexpr):
     """The inverse of 1 + low, [64, 64], where `low` is strictly lower triangular.
 
-    Blocks of 8 x 8 on the diagonal by substitution, all eight at once. With D the inverse of the blocks on the diagonal of
-    1 + low, and M = 1 - D (1 + low), X = D + M X is the inverse: one product with M gives blocks of 16 x 16, three more all.
+    The blocks of 8 x 8 on the diagonal are inverted by substitution, all eight at once. Let D be the inverse of the diagonal
+    blocks of 1 + low, and M = 1 - D (1 + low). The inverse X satisfies X = D + M X, which is iterated from X = D: one product
+    with M gives the inverses of the blocks of 16 x 16, and with these as D three more products give the whole inverse.
     """
     i = tl.arange(0, 64)
     in_8 = (i // 8)[:, None] == (i // 8)[None, :]
     in_16 = (i // 16)[:, None] == (i // 16)[None, :]
     blocks = tl.sum(tl.reshape(tl.where(in_8, low, 0.0), [8, 8, 8, 8]), 2)  # [block, row, column]
-    # Rows are divided so that a warp holds whole blocks: 4 rows x 8 columns are its lanes, and no step waits for a barrier.
+    # Rows are divided so that a warp holds whole blocks: its lanes are 4 rows x 8 columns, and no step waits for a barrier.
     below = tl.permute(tl.reshape(blocks, [8, 2, 4, 8]), (1, 0, 2, 3))  # [2, block, 4, column]
     row = (tl.arange(0, 2) * 4)[:, None, None, None] + tl.arange(0, 4)[None, None, :, None]
     column = tl.arange(0, 8)[None, None, None, :]
     for step in range(7):
-        # In place: columns before `step` are those of the inverse below its diagonal, the others still those of `low`.
+        # In place: columns before `step` already hold the inverse below its diagonal, the others still hold `low`.
         factors = tl.sum(tl.where(column == step, below, 0.0), 3)
         known = tl.sum(tl.sum(tl.where(row == step, below, 0.0), 2), 0)
-        known = known[None, :, None, :] + tl.where(column == step, 2.0, 0.0)  # what is subtracted twice changes its sign
+        known = known[None, :, None, :] + tl.where(column == step, 2.0, 0.0)  # x - 2 x = -x: column `step` changes sign
         below -= factors[:, :, :, None] * known
     b = tl.arange(0, 8)
     apart = (b[:, None] == b[None, :]).to(tl.float32)
@@ -129,9 +131,9 @@ def _prepare_pieces(
     BLOCK_V: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """The operands of a piece, as `PieceOperands` has them, and its part of the tail, without u of the delta rule.
+    """Stores the operands of a piece (see `PieceOperands`) and its rows of the tail, except u of the delta rule.
 
-    COLUMNS: blocks of BLOCK_V columns of the values
+    COLUMNS: number of blocks of BLOCK_V columns of the values
     """
     DELTA: tl.constexpr = g_ptr is not None
     piece = (tl.program_id(0) // HEADS).to(tl.int64)
@@ -161,7 +163,8 @@ def _prepare_pieces(
         alike = tl.zeros([64, 64], tl.float32)
         attn = tl.zeros([64, 64], tl.float32)
         for block in range(1, 4):
-            # rows of this block with rows of the blocks before it: through the first row of the block
+            # Rows of this block with rows of earlier blocks. Their decay is split at the first row of the block, so that both
+            # exponents are at most 0.
             middle = tl.sum(tl.where((i == block * 16)[:, None], sums, 0.0), 0)[None, :]
             to_row = tl.where((i // 16 == block)[:, None], tl.exp(tl.minimum(sums - middle, 0.0)), 0.0)
             from_row = tl.where((i < block * 16)[:, None], keys * tl.exp(tl.minimum(middle - sums, 0.0)), 0.0)
@@ -169,7 +172,7 @@ def _prepare_pieces(
             alike += tl.dot((keys * to_row).to(kind), from_row, input_precision=PRECISION)
             attn += tl.dot((queries * to_row).to(kind), from_row, input_precision=PRECISION)
         for offset in range(16):
-            # each row with one row of its block
+            # each row with one row of its own block
             other = i // 16 * 16 + offset
             at = (begin + other).to(tl.int64)
             there = (other < rows)[:, None] & in_c[None, :]

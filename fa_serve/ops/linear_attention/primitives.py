@@ -14,7 +14,7 @@ def time_step(dt, bias, limit_low, limit_high, SOFTPLUS: tl.constexpr):
     dt = dt.to(tl.float32) + bias
     if SOFTPLUS:
         e = tl.exp(tl.minimum(dt, 20.0))
-        # log(1 + e) loses e where it is small
+        # log(1 + e) loses a small e to rounding
         log1p = tl.where(e < 1e-2, e * (1.0 - e * (0.5 - e * (1.0 / 3.0 - e * 0.25))), tl.log(1.0 + e))
         dt = tl.where(dt > 20.0, dt, log1p)
     return tl.minimum(tl.maximum(dt, limit_low), limit_high)
@@ -22,7 +22,7 @@ def time_step(dt, bias, limit_low, limit_high, SOFTPLUS: tl.constexpr):
 
 @triton.jit
 def normalised_rows(x, NORMALISE: tl.constexpr):
-    """Rows [.., DIM] in float32, divided by their length if that is asked for."""
+    """Rows [.., DIM] in float32, divided by their length if NORMALISE."""
     x = x.to(tl.float32)
     if NORMALISE:
         x *= tl.rsqrt(tl.sum(x * x, 1) + L2NORM_EPS)[:, None]
@@ -31,7 +31,7 @@ def normalised_rows(x, NORMALISE: tl.constexpr):
 
 @triton.jit
 def normalised_row(x, NORMALISE: tl.constexpr):
-    """One row [DIM] in float32, divided by its length if that is asked for."""
+    """One row [DIM] in float32, divided by its length if NORMALISE."""
     x = x.to(tl.float32)
     if NORMALISE:
         x *= tl.rsqrt(tl.sum(x * x, 0) + L2NORM_EPS)
@@ -51,11 +51,13 @@ def sequences_of_rows(row, cu_ptr, num_seqs, BLOCK_SEQS: tl.constexpr):
 
 @triton.jit
 def clear_padding(cells, keep, begin, behind, end, is_last, total, stride):
-    """Write 0 to the outputs of a sequence that pads a graph, and behind the last sequence: the rest of a model reads them.
+    """Write 0 to the outputs of a sequence that pads a CUDA graph, and to the rows past the last sequence, because the rest of
+    the model reads them.
 
-    cells, keep:   the program's part of row 0, and which of it exist
-    begin, behind: the first row of the sequence, and the row behind its last one
-    end:           its length, 0 for padding
+    cells, keep:   addresses of the program's numbers in row 0, and which of them exist
+    begin, behind: the first row of the sequence, and the row past its last one
+    end:           the length of the sequence, 0 for padding
+    is_last:       whether it is the last sequence, which also clears the rows up to `total`
     stride:        from row to row
     """
     first = tl.where(end == 0, begin, behind)
@@ -71,9 +73,10 @@ def silu(x):
 
 @triton.jit
 def load_old_or_new(old_cells, new_cells, is_old, keep):
-    """The numbers of `old_cells` where `is_old`, else those of `new_cells`; 0 where they are not to be kept.
+    """The numbers of `old_cells` where `is_old`, else those of `new_cells`; 0 where `keep` is False.
 
-    On NVIDIA GPUs that is one load. Triton 3.6 does not compile addresses that are chosen for AMD GPUs.
+    On NVIDIA GPUs this is one load, from an address that is selected for each element. Triton 3.6 does not compile selected
+    addresses for AMD GPUs, so there it is two loads.
     """
     if tl.target_info.is_hip():
         x = tl.load(old_cells, mask=keep & is_old, other=0.0) + tl.load(new_cells, mask=keep & (is_old == 0), other=0.0)

@@ -1,21 +1,21 @@
-"""What layers with linear attention keep of a sequence, and what a step of the engine says about it.
+"""What layers with linear attention keep of a sequence, and how a step of the engine refers to it.
 
-    spec = gated_delta_rule_state(k, v, g)                    # sizes alone are read
+    spec = gated_delta_rule_state(k, v, g)                    # reads only shapes and dtypes
     states = spec.allocate(num_states, max_num_seqs, page_size, device)
     batch = StateBatch(page_size, sources, targets, slots, cu_seqlens, seqused_k, chunks)
     out = ops.gated_delta_rule_paged(q, k, v, g, beta, states, batch)
 
-A layer keeps pages that are frozen when they are full, and the tokens of the page that is not full:
+A layer keeps states at multiples of the page size, which never change, and the tokens since the last of them:
 
-- A *state page* holds the state of one sequence before position P, a multiple of `page_size`. It is written once and in full,
-  and never changed, so sequences share it, and the state that a step began with still exists when the step has failed.
-- A *tail* holds what the tokens since P contribute, one row a token. Each slot has a ring of `tail_rows(page_size)` rows, and
+- A *state page* holds the state of one sequence before position P, a multiple of `page_size`. It is written once, in full, and
+  never changed. Sequences can therefore share it, and if a step fails, the state that it began with still exists.
+- A *tail* holds what the tokens since P contribute, one row per token. Each slot has a ring of `tail_rows(page_size)` rows, and
   the token at position p has row p modulo that number. A step reads the page and the tail, and writes the rows of its tokens.
-  A rejected draft is overwritten by the next step, and nothing is undone.
+  The next step overwrites the rows of rejected draft tokens, so nothing has to be undone.
 
-The tail has the inputs of a recurrence, from which it is computed again. The delta rule keeps u in the place of v, what it adds
-to the state along a key, because that depends on the state before the token. Log gates are those of single tokens, not sums
-since P, so that a row stays right when its page is full and P moves.
+The tail holds the inputs of the recurrence, so that a step can compute it again from the state page. The delta rule keeps u
+instead of v: u is what a token adds to the state along its key, and it depends on the state before the token. Log gates are
+kept per token and not as sums since P, so that a row stays valid when its page is full and P moves.
 
 This module imports no Triton. Left out: who owns which page (the engine), and how a step is computed.
 """
@@ -30,10 +30,11 @@ import torch
 from torch import Tensor
 
 FEW_ROWS = 16
-"""A sequence with more rows in a step is a chunk of a prompt. A chunk begins at a multiple of the page size."""
+"""The most rows of a sequence that count as few. A sequence with more rows in a step is a chunk of a prompt, and begins at a
+multiple of the page size."""
 
 PIECE_ROWS = 64
-"""Rows that are computed together at most: the grid on which a chunk is cut begins at position 0 of its sequence."""
+"""The most rows that are computed together. Chunks are cut at multiples of this, from position 0 of their sequence on."""
 
 
 class TailRow(NamedTuple):
@@ -45,10 +46,10 @@ class TailRow(NamedTuple):
 
 
 class StateTensors(NamedTuple):
-    """The states of one layer, or of one call of a layer that makes several, whose `StateSpec` is `spec`.
+    """The states of one layer, or of one call of a layer that makes several calls. Their `StateSpec` is `spec`.
 
     pages: (num_states, *spec.page)
-    tails: for each row of spec.tail (max_num_seqs, tail_rows(page_size), *row.shape)
+    tails: one tensor for each `row` of spec.tail: (max_num_seqs, tail_rows(page_size), *row.shape)
     """
 
     pages: Tensor
@@ -56,10 +57,10 @@ class StateTensors(NamedTuple):
 
 
 class TimeSteps(NamedTuple):
-    """How the time steps of state space models come from dt: clamp(softplus(dt + bias), *limit).
+    """How state space models compute their time steps from dt: clamp(softplus(dt + bias), *limit).
 
-    bias:     one for each head or channel
-    softplus: without it dt + bias is taken as it is
+    bias:     one number for each head or channel
+    softplus: if False, dt + bias is clamped without softplus
     """
 
     bias: Tensor | None = None
@@ -74,7 +75,7 @@ class StateSpec:
     kind:       "delta", "linear" (SSD and lightning attention), "scan", "lru" or "conv"
     page:       shape of a state
     page_dtype: float32 (float64 for float64 inputs); for "conv" the dtype of the input
-    tail:       what is kept of a token
+    tail:       the tensors that the tail keeps of each token
     """
 
     kind: str
@@ -89,36 +90,37 @@ class StateSpec:
 
     @property
     def bytes_per_row(self) -> int:
-        """Bytes of a token in the tail."""
+        """Bytes of a token's rows in the tail."""
         return sum(prod(row.shape) * row.dtype.itemsize for row in self.tail)
 
     def allocate(self, num_states: int, max_num_seqs: int, page_size: int, device: torch.device | str) -> StateTensors:
-        """Tensors for so many state pages and slots. Pages and rows are read only where they were written before."""
+        """Tensors for this many state pages and slots, uninitialised: pages and rows are read only after they were written."""
         ring = tail_rows(page_size)
         tails = [torch.empty(max_num_seqs, ring, *row.shape, dtype=row.dtype, device=device) for row in self.tail]
         return StateTensors(torch.empty(num_states, *self.page, dtype=self.page_dtype, device=device), tuple(tails))
 
 
 class StateBatch(NamedTuple):
-    """What a step says about the states of its sequences, all on the device.
+    """Which states and tails the sequences of a step read and write. All tensors are on the device.
 
     A sequence has n = cu_seqlens[b + 1] - cu_seqlens[b] rows in the step, at positions seqused_k[b] - n to seqused_k[b] - 1.
-    Its state is that before P, the last multiple of `page_size` up to its first position.
+    It starts from the state before P, the last multiple of `page_size` up to its first position.
 
     page_size:  tokens of a page of the KV cache
-    sources:    (batch,) int32: the state page before P; -1 is a state of zeros, as before position 0
+    sources:    (batch,) int32: the page with the state before P; -1 is a state of zeros, as before position 0
     targets:    (batch,) int32, for sequences with at most FEW_ROWS rows: the page that gets the state before the last multiple
                 of `page_size` up to seqused_k, if that is after P; -1 writes none
-    slots:      (batch,) int64: whose tail
+    slots:      (batch,) int64: the slot whose tail belongs to the sequence
     cu_seqlens: (batch + 1,) int32: the first row of each sequence
-    seqused_k:  (batch,) int32: tokens of each sequence with those of the step; 0 pads a CUDA graph: nothing is read or written
-    chunks:     (num_chunks, 4) int32, for sequences with more rows: (first row, rows, sequence, state page or -1), in the order
-                of the rows. A piece has at most PIECE_ROWS rows, and is cut at each multiple of PIECE_ROWS of its sequence's
-                positions. The page gets the state after the piece, which ends at a multiple of `page_size` then. Pieces of
-                0 rows pad, at the end
-    most_rows:  the most rows that a sequence with a length has in the step, if the host knows that it is 1; else FEW_ROWS
-    even_seqs:  how many sequences the step would have if all had as many rows as its longest: its rows divided by those, as far
-                as the host knows; else 1
+    seqused_k:  (batch,) int32: tokens of each sequence, including those of the step. 0 marks a sequence that pads a CUDA graph:
+                its states and its tail are neither read nor written
+    chunks:     (num_chunks, 4) int32: the pieces of sequences with more rows, as (first row, rows, sequence, state page or -1),
+                in the order of the rows. Sequences are cut at multiples of PIECE_ROWS of their positions, so a piece has at
+                most PIECE_ROWS rows. A piece with a page ends at a multiple of `page_size`, and the page gets the state after
+                it. Pieces of 0 rows are padding at the end
+    most_rows:  1 if the host knows that no sequence has more than one row (padding aside), else FEW_ROWS
+    even_seqs:  how many sequences the step would have if all were as long as its longest: the rows of the step divided by the
+                rows of its longest sequence, if the host knows them; else 1
     """
 
     page_size: int
@@ -137,14 +139,15 @@ class Recurrence:
     """What decides which kernel computes a call.
 
     kind:       as in `StateSpec`
-    rows:       "few" for the sequences of a step with at most FEW_ROWS rows, "pieces" for the others and the functional form
-    dtype:      of the rows
-    dim, dim_v: of keys and values; 0 for states that are no matrices
-    by_channel: gates differ by channel
-    page_size:  of the engine's cache; 1 without one
-    loops:      over pieces, of about the same length, that run beside each other: even sequences times heads
+    rows:       "few" for sequences with at most FEW_ROWS rows, of a step or dense ones of the functional form; else "pieces"
+    dtype:      dtype of the rows
+    dim, dim_v: numbers of a key and of a value; 0 if the states are not matrices
+    by_channel: whether gates differ by channel
+    page_size:  tokens of a page of the engine's cache. The functional form has no pages: it gives the length of dense sequences
+                with few rows, 16 for scans, and 1 otherwise
+    loops:      how many loops over pieces, of about equal length, can run at the same time: `even_seqs` times heads
     num_sms:    multiprocessors of the device
-    triton:     Triton's kernels run on the device
+    triton:     whether Triton's kernels run on the device
     arch:       10 * major + minor of an NVIDIA device, else 0
     """
 
@@ -162,10 +165,10 @@ class Recurrence:
 
 
 class Sequences(NamedTuple):
-    """The sequences of a call of the functional form, whose rows are (total, ...) in both cases.
+    """The sequences of a call of the functional form. Dense or packed, their rows are (total, ...).
 
-    batch, seqlen: of dense sequences; 1 and total of packed ones
-    cu_seqlens:    (num_seqs + 1,) int32 of packed sequences, else None
+    batch, seqlen: number and length of dense sequences; 1 and total if the sequences are packed
+    cu_seqlens:    (num_seqs + 1,) int32 for packed sequences, else None
     """
 
     batch: int
@@ -178,7 +181,7 @@ class Sequences(NamedTuple):
         return self.batch if self.cu_seqlens is None else len(self.cu_seqlens) - 1
 
     def bounds(self, device: torch.device) -> Tensor:
-        """The first row of each sequence, and the row behind the last one: int32."""
+        """The first row of each sequence, and the row past the last one: int32."""
         if self.cu_seqlens is not None:
             return self.cu_seqlens
         return torch.arange(self.batch + 1, dtype=torch.int32, device=device) * self.seqlen
@@ -191,9 +194,9 @@ class MatrixInputs(NamedTuple):
     v:      (total, heads, dim_v)
     g:      (total, heads) or (total, heads, dim): log gates of the delta rule, else None
     weight: (total, heads): beta of the delta rule, dt of SSD, None for lightning attention
-    a:      (heads,): by which SSD multiplies dt for a log gate, or the log gate itself without a weight; None: the delta rule
+    a:      (heads,): a * dt is the log gate of SSD; without a weight, a is the log gate itself; None for the delta rule
     d:      (heads,) or None: d * v is added to the output
-    steps:  how time steps come from the weight, of SSD
+    steps:  how SSD computes its time steps from the weight
     """
 
     q: Tensor
@@ -213,11 +216,11 @@ class ScanInputs(NamedTuple):
 
     x:     (total, channels)
     dt:    (total, channels); for RG-LRU the log gates
-    a:     (channels, size); None: RG-LRU, which has no b, c, d and z
+    a:     (channels, size); None for RG-LRU, which has no b, c, d or z either
     b, c:  (total, size)
     d:     (channels,) or None: d * x is added to the output
     z:     (total, channels) or None: the output is multiplied by silu(z)
-    steps: how time steps come from dt
+    steps: how time steps are computed from dt
     """
 
     x: Tensor
@@ -231,10 +234,11 @@ class ScanInputs(NamedTuple):
 
 
 class StateAccess(NamedTuple):
-    """Where a kernel finds states and puts them.
+    """Where a kernel reads states and writes them.
 
-    read, write: pages by the numbers of `batch`: one tensor in the engine, initial and final states of the functional form
-    tails:       as in StateTensors; none in the functional form, whose sequences all begin at position 0
+    read, write: pages, indexed by the page numbers in `batch`. In the engine both are the same tensor, in the functional form
+                 they are the initial and the final states
+    tails:       as in StateTensors; empty in the functional form, whose sequences all begin at position 0
     """
 
     read: Tensor
@@ -244,17 +248,17 @@ class StateAccess(NamedTuple):
 
 
 def tail_rows(page_size: int) -> int:
-    """Rows of a ring: the tokens of a page, and those that a step of few rows adds to them."""
+    """Rows of a ring: enough for the tokens of a page and for those that a step with few rows adds to them."""
     return page_size + max(page_size, FEW_ROWS)
 
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What states are kept in, for inputs of a dtype."""
+    """The dtype of states, for inputs of `dtype`: float32 or wider."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def gated_delta_rule_state(k: Tensor, v: Tensor, g: Tensor) -> StateSpec:
-    """What `ops.gated_delta_rule_paged` keeps. The arguments are its own; their shapes and dtypes are read."""
+    """What `ops.gated_delta_rule_paged` keeps. Takes arguments of that function, and reads only their shapes and dtypes."""
     wide = state_dtype(v.dtype)
     (key_heads, dim) = k.shape[-2:]
     (heads, dim_v) = v.shape[-2:]
@@ -268,7 +272,7 @@ def gated_delta_rule_state(k: Tensor, v: Tensor, g: Tensor) -> StateSpec:
 
 
 def lightning_attention_state(k: Tensor, v: Tensor) -> StateSpec:
-    """What `ops.lightning_attention_paged` keeps. The arguments are its own."""
+    """What `ops.lightning_attention_paged` keeps. Takes arguments of that function."""
     (key_heads, dim) = k.shape[-2:]
     (heads, dim_v) = v.shape[-2:]
     tail = (TailRow("k", (key_heads, dim), k.dtype), TailRow("v", (heads, dim_v), v.dtype))
@@ -276,7 +280,7 @@ def lightning_attention_state(k: Tensor, v: Tensor) -> StateSpec:
 
 
 def ssd_state(x: Tensor, b: Tensor) -> StateSpec:
-    """What `ops.ssd_paged` keeps. The arguments are its own. A state page is (heads, state_size, head_dim)."""
+    """What `ops.ssd_paged` keeps. Takes arguments of that function. A state page is (heads, state_size, head_dim)."""
     wide = state_dtype(x.dtype)
     (groups, dim) = b.shape[-2:]
     (heads, dim_v) = x.shape[-2:]
@@ -289,7 +293,7 @@ def ssd_state(x: Tensor, b: Tensor) -> StateSpec:
 
 
 def selective_scan_state(x: Tensor, b: Tensor) -> StateSpec:
-    """What `ops.selective_scan_paged` keeps. The arguments are its own."""
+    """What `ops.selective_scan_paged` keeps. Takes arguments of that function."""
     wide = state_dtype(x.dtype)
     channels = x.shape[-1]
     size = b.shape[-1]
@@ -302,7 +306,7 @@ def selective_scan_state(x: Tensor, b: Tensor) -> StateSpec:
 
 
 def rg_lru_state(x: Tensor) -> StateSpec:
-    """What `ops.rg_lru_paged` keeps. The argument is its own."""
+    """What `ops.rg_lru_paged` keeps. Takes an argument of that function."""
     wide = state_dtype(x.dtype)
     channels = x.shape[-1]
     return StateSpec("lru", (channels,), wide, (TailRow("x", (channels,), x.dtype), TailRow("log_a", (channels,), wide)))

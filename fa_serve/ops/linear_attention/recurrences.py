@@ -1,6 +1,6 @@
-"""The recurrences of linear attention in PyTorch, for rows of several sequences in pieces, and what surrounds them.
+"""The recurrences of linear attention in PyTorch, for several sequences at once and in pieces of rows, and their helpers.
 
-All tensors are in one dtype, float32 or float64. Exponents are at most 0, so that strong gates underflow and nothing overflows.
+All tensors have one dtype, float32 or float64. Exponents are at most 0, so that strong gates underflow and nothing overflows.
 docs/kernels/linear-attention.md derives the forms. Left out: sequences of different lengths, and states of the engine
 (fallback.py).
 """
@@ -13,10 +13,10 @@ from torch import Tensor
 from fa_serve.ops.linear_attention.problem import PIECE_ROWS, TimeSteps, state_dtype
 
 Terms = tuple[Tensor, Tensor]
-"""The factor of a state and what is added to it, of each row (n, rows, ...)."""
+"""For each row, (n, rows, ...): the factor of the state, and what is added to the state."""
 
 CHANNEL_PIECE = 16
-"""Rows of a piece whose gates differ by channel: the products of two rows are formed for each channel."""
+"""Rows of a piece with gates by channel. They are fewer, because products of two rows are formed for each channel."""
 NORM_EPS = 1e-6
 """Added to the sum of squares of a query or key that is normalised."""
 
@@ -72,7 +72,7 @@ def matrix_pieces(
         keys = k[:, :, piece]
         gates = g[:, :, piece]
         u = v[:, :, piece]
-        through = _column(gates.cumsum(2).exp())  # of the state before the piece, to each row
+        through = _column(gates.cumsum(2).exp())  # decay of the state before the piece, up to each row
         if beta is not None:
             factors = beta[:, :, piece, None]
             system = (factors * _gated_products(keys, keys, gates)).tril(-1)
@@ -85,10 +85,10 @@ def matrix_pieces(
 
 
 def _gated_products(q: Tensor, k: Tensor, g: Tensor) -> Tensor:
-    """(q_i . k_j) through the gates from row j to row i, (n, heads, rows, rows), and 0 for j > i.
+    """(q_i . k_j) decayed by the gates from row j to row i, (n, heads, rows, rows), and 0 for j > i.
 
-    The log gates between two rows are summed by themselves. A difference of two sums from row 0 on would have the error of the
-    larger one, which is -1000 where 64 strong gates are summed.
+    The log gates between two rows are summed directly. The difference of two sums that begin at row 0 would have the rounding
+    error of the larger sum, which reaches -1000 for 64 strong gates.
     """
     rows = q.shape[2]
     earlier = torch.ones(rows, rows, dtype=torch.bool, device=q.device).tril(-1)
@@ -109,15 +109,15 @@ def advance_state(state: Tensor, k: Tensor, u: Tensor, g: Tensor) -> Tensor:
 
 
 def _column(x: Tensor) -> Tensor:
-    """Numbers of rows by head, (n, heads, rows), with a dimension of channels; those by channel as they are."""
+    """Numbers by head, (n, heads, rows), with a dimension of channels added; numbers by channel unchanged."""
     return x[..., None] if x.dim() == 3 else x
 
 
 def scan_rows(a: Tensor, b: Tensor, state: Tensor) -> Tensor:
     """All states h_t = a_t * h_(t-1) + b_t of a recurrence without sums. a, b: (n, rows, ...), state: (n, ...).
 
-    In pieces of PIECE_ROWS rows, each by doubling: after pass i, (a, b) of a row takes the state before the 2^i rows up to it
-    to the state after the row. It takes products of a alone, which do not exceed 1.
+    Each piece of PIECE_ROWS rows is computed by doubling: after pass i, (a, b) of a row takes the state before the 2^i rows
+    that end with it to the state after it. The factors are products of a, which do not exceed 1.
     """
     found = []
     for first in range(0, a.shape[1], PIECE_ROWS):
@@ -136,12 +136,12 @@ def scan_rows(a: Tensor, b: Tensor, state: Tensor) -> Tensor:
 
 
 def scan_terms(x: Tensor, dt: Tensor, a: Tensor, b: Tensor) -> Terms:
-    """The two terms of the selective scan, (n, rows, channels, size)."""
+    """`Terms` of the selective scan, (n, rows, channels, size) each."""
     return (dt[..., None] * a).exp(), (dt * x)[..., None] * b[:, :, None]
 
 
 def convolve(inputs: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
-    """A depthwise convolution of (n, width - 1 + rows, channels), which are summed over the last `width` rows."""
+    """A depthwise convolution of inputs (n, width - 1 + rows, channels): each output is a sum over the last `width` inputs."""
     inputs = inputs.to(state_dtype(inputs.dtype))
     width = weight.shape[1]
     rows = inputs.shape[1] - width + 1
@@ -153,7 +153,7 @@ def convolve(inputs: Tensor, weight: Tensor, bias: Tensor | None, activation: st
 
 
 def last_rows(inputs: Tensor, lengths: Tensor, count: int) -> Tensor:
-    """The last `count` inputs of each sequence: those before its row `lengths`."""
+    """The last `count` inputs of each sequence. `inputs` has `count` earlier inputs, then the sequence's `lengths` rows."""
     return take_rows(inputs, lengths[:, None] + torch.arange(count, device=inputs.device))
 
 

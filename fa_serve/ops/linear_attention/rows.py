@@ -7,8 +7,8 @@
         ...
         group.write_tail(states.tails, rows)
 
-Sequences of equal length are computed together, and so are all with few rows. Rows that only fill a tensor up are zeros, which
-is a token that changes no state: no key, no input, a log gate of 0. Left out: what is computed.
+Sequences of equal length are computed together, and so are all sequences with few rows. Padding rows are zeros. Such a token
+changes no state: its key, its input and its log gate are 0. Left out: what is computed.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from fa_serve.ops.linear_attention.problem import FEW_ROWS, Sequences, StateBatc
 class PackedGroup:
     """Sequences of a call that are computed together.
 
-    sequences: which they are, (n,) int64
-    rows:      (n, most) int64: the packed row of each of their tokens; any row where they have none
-    valid:     (n, most) bool: where they have one
+    sequences: (n,) int64: the numbers of the sequences
+    rows:      (n, most) int64: the packed row of each of their tokens; any row where a sequence has no token
+    valid:     (n, most) bool: where a sequence has a token
     """
 
     def __init__(self, sequences: Sequence[int], bounds: Sequence[int], device: torch.device) -> None:
@@ -39,7 +39,7 @@ class PackedGroup:
         self.rows = first[:, None] + self.offsets.where(self.valid, 0)
 
     def gather(self, x: Tensor) -> Tensor:
-        """Packed rows (tokens, ...) as (n, most, ...), with zeros where a sequence has none."""
+        """Packed rows (tokens, ...) as (n, most, ...), with zeros where a sequence has no token."""
         return masked(x[self.rows], self.valid)
 
     def scatter(self, out: Tensor, values: Tensor) -> Tensor:
@@ -50,8 +50,8 @@ class PackedGroup:
 class StepGroup(PackedGroup):
     """Sequences of a step that are computed together.
 
-    first, start, end: (n,) positions: of the first row of the step, of the state that is read, and behind the last row
-    tail_positions:    (n, width): the positions from `start` on, of which `in_tail` have a row in the tail
+    first, start, end: (n,) positions: of the first row of the step, of the state that is read, and past the last row
+    tail_positions:    (n, width): the positions from `start` on; `in_tail` says which of them have a row in the tail
     """
 
     def __init__(self, sequences: Sequence[int], bounds: Sequence[int], batch: StateBatch) -> None:
@@ -72,12 +72,12 @@ class StepGroup(PackedGroup):
         return masked(pages[self.sources.clamp(min=0)], self.sources >= 0)
 
     def read_tail(self, ring: Tensor) -> Tensor:
-        """The rows of one tensor of the tail from `start` to `first`, (n, width, ...); zeros behind them."""
+        """The rows of one tensor of the tail from `start` to `first`, (n, width, ...); zeros after them."""
         rows = ring[self.slots[:, None], self.tail_positions % ring.shape[1]]
         return masked(rows, self.in_tail)
 
     def write_tail(self, rings: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-        """Write rows (n, most, ...) to the tails, of each sequence those that the ring has room for."""
+        """Write rows (n, most, ...) to the tails: for each sequence, its last rows, as many as fit into the ring."""
         for ring, rows in zip(rings, values, strict=True):
             kept = self.valid & (self.positions >= self.end[:, None] - ring.shape[1])
             slots = self.slots[:, None].expand_as(kept)[kept]
@@ -101,25 +101,25 @@ class StepGroup(PackedGroup):
 
 
 def packed_groups(sequences: Sequences, device: torch.device) -> list[PackedGroup]:
-    """The sequences of a call of the functional form. Where they begin is read back."""
+    """The sequences of a call of the functional form. Their bounds are read back from the device."""
     bounds = sequences.bounds(device).tolist()
     return [PackedGroup(alike, bounds, device) for alike in _alike(bounds, range(len(bounds) - 1))]
 
 
 def step_groups(batch: StateBatch) -> list[StepGroup]:
-    """The sequences of a step, without those that pad a graph. It is read back."""
+    """The sequences of a step, without those that pad a CUDA graph. `batch` is read back from the device."""
     bounds = batch.cu_seqlens.tolist()
     used = [b for b, length in enumerate(batch.seqused_k.tolist()) if length > 0]
     return [StepGroup(sequences, bounds, batch) for sequences in _alike(bounds, used)]
 
 
 def masked(x: Tensor, valid: Tensor) -> Tensor:
-    """x with zeros where `valid`, of its first dimensions, is False. What it had there may be NaN."""
+    """x with zeros where `valid`, which has the first dimensions of x, is False. x may be NaN there."""
     return x.where(valid.view(*valid.shape, *[1] * (x.dim() - valid.dim())), x.new_zeros(()))
 
 
 def _alike(bounds: Sequence[int], sequences: Sequence[int]) -> list[list[int]]:
-    """The sequences that have rows: those with few rows, then the others by their number of rows."""
+    """The sequences that have rows, in groups: one for all with few rows, and one for each larger number of rows."""
     found = defaultdict[int, list[int]](list)
     for b in sequences:
         rows = bounds[b + 1] - bounds[b]

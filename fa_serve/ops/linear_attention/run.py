@@ -1,11 +1,11 @@
-"""Runs calls of linear attention by what table.py chooses: the one place that launches kernels of this room.
+"""Runs calls of linear attention with the kernels that table.py chooses. Only this module launches kernels of this room.
 
     out, state = run_matrix_rule(inputs, sequences, initial_state)          # the functional form
     out = run_matrix_rule_paged(inputs, states, batch)                      # a step of the engine
 
 The functional form reads initial states and writes final ones as a step reads and writes pages: the state of sequence b is
-page b. Gradients of the convolution and of the delta rule have kernels; the others are those of
-PyTorch's form, which the backward computes again from the inputs. Nothing else reads the device back.
+page b. Gradients of the convolution and of the delta rule have kernels. For the others, the backward pass computes PyTorch's
+form again from the inputs, and differentiates it. Only PyTorch's form reads anything back from the device.
 """
 
 from __future__ import annotations
@@ -51,11 +51,12 @@ def run_matrix_rule(inputs: MatrixInputs, sequences: Sequences, initial_state: T
         v = given.v
         shape = (v.shape[1], given.k.shape[2], v.shape[2])
         access = _functional_access(sequences, tensors[0], shape, state_dtype(v.dtype), v, few)
-        out = v.new_empty(v.shape) if sequences.cu_seqlens is None else v.new_zeros(v.shape)  # rows behind the last sequence
+        out = v.new_empty(v.shape) if sequences.cu_seqlens is None else v.new_zeros(v.shape)  # rows past the last sequence
         _launch_matrix(choice, given, access, out)
         return out, access.write
 
-    # what autograd keeps of the call has no tensors beside the saved ones, which checkpoints and hooks may drop
+    # The functions that autograd keeps hold no tensors of the call. The only tensors it keeps are the saved ones, which
+    # checkpoints and hooks may drop.
     bare = _with_tensors(inputs, (None,) * 8)
 
     def reference(*tensors: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -80,8 +81,8 @@ def run_matrix_rule(inputs: MatrixInputs, sequences: Sequences, initial_state: T
 def _fit_gradients(dim: int, v: Tensor) -> bool:
     """Whether the kernels of gradients fit into the shared memory of the device.
 
-    They take up to 68 KiB for 16-bit keys of 128 numbers, 100 KiB for those of 256, and 160 KiB for float32 keys of 128.
-    Float32 keys of 256 fit nowhere. The interpreter has no such limit.
+    They take up to 68 KiB for 16-bit keys of 128 numbers, 100 KiB for 16-bit keys of 256, and 160 KiB for float32 keys of 128.
+    Float32 keys of 256 numbers fit on no device. Triton's interpreter has no such limit.
     """
     is_float = v.dtype.itemsize > 2
     is_wide = max(dim, v.shape[2]) > 128
@@ -106,7 +107,7 @@ def run_matrix_rule_paged(inputs: MatrixInputs, states: StateTensors, batch: Sta
 def run_causal_conv1d(
     x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, sequences: Sequences, initial_state: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """(out, final states) of packed rows. States are (num_seqs, width - 1, channels), inputs in their dtype."""
+    """(out, final states) of packed rows. States are inputs, (num_seqs, width - 1, channels), in the dtype of x."""
 
     def reference(*tensors: Any) -> tuple[Tensor, Tensor]:
         state, rows, weights, biases = tensors
@@ -143,7 +144,7 @@ def run_causal_conv1d_paged(
 
 
 def run_scan(inputs: ScanInputs, sequences: Sequences, initial_state: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(out, final states) of packed rows. States are (num_seqs, channels, size), or (num_seqs, channels) of RG-LRU."""
+    """(out, final states) of packed rows. States are (num_seqs, channels, size), or (num_seqs, channels) for RG-LRU."""
     shape = inputs.x.shape[1:] if inputs.a is None else inputs.a.shape
 
     def compute(*tensors: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -194,8 +195,7 @@ def _choice_of_scan(inputs: ScanInputs, page_size: int) -> RecurrenceChoice:
 
 
 def _choice_of_matrix(inputs: MatrixInputs, few: bool, page_size: int, even_seqs: int = 1) -> RecurrenceChoice:
-    """even_seqs: as in `StateBatch`. The bits of a row do not depend on the other sequences where a mode asks for that, so they
-    are not counted there."""
+    """even_seqs: as in `StateBatch`. It is ignored in modes in which the bits of a row must not depend on other sequences."""
     return _choice_of(
         "delta" if inputs.a is None else "linear",
         inputs.v,
@@ -216,7 +216,7 @@ def _launch_matrix(choice: RecurrenceChoice, inputs: MatrixInputs, access: State
 
 
 def _with_tensors(inputs: Recurrent, tensors: Any) -> Recurrent:
-    """The inputs with other tensors in the places of theirs: seven fields, and the bias of the time steps."""
+    """The inputs with their tensors replaced: seven fields, and the bias of the time steps."""
     fields = dict(zip(inputs._fields[:7], tensors[:7], strict=True))
     return inputs._replace(**fields, steps=inputs.steps._replace(bias=tensors[7]))
 
@@ -226,7 +226,7 @@ def _functional_access(
 ) -> StateAccess:
     """Initial states as pages to read, and final states as pages to write: page b of sequence b.
 
-    few: sequences fill a page with their few rows, so that the kernel of few rows writes their states
+    few: each sequence has few rows, which fill a page of their own length, so that the kernel for few rows writes its state
     """
     listed = import_module(f"{_ROOM}.listing").list_sequences(sequences, len(x), x.device)
     if initial_state is None:
@@ -247,7 +247,8 @@ def _functional_access(
 
 
 class _KernelWithGradients(torch.autograd.Function):
-    """A kernel's outputs, and gradients (tensors, which of them need one, gradients of the outputs) -> one for each tensor."""
+    """A node of autograd: `compute(*tensors)` returns the outputs, and `gradients(tensors, which of them need a gradient,
+    gradients of the outputs)` returns one gradient for each tensor."""
 
     @staticmethod
     def forward(ctx: Any, compute: Any, gradients: Any, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -270,7 +271,7 @@ def _gradients_of(
     needed: Sequence[bool],
     grads: Sequence[Tensor],
 ) -> list[Tensor | None]:
-    """The gradients of PyTorch's form of a call, which is computed again."""
+    """The gradients of a call: PyTorch's form is computed again and differentiated."""
     with torch.enable_grad():
         inputs = [x if x is None else x.detach().requires_grad_(need) for x, need in zip(tensors, needed, strict=True)]
         outputs = reference(*inputs)
@@ -282,7 +283,7 @@ def _gradients_of(
 def _with_gradients(
     compute: Callable[..., tuple[Tensor, Tensor]], gradients: Callable[..., Sequence[Tensor | None]], tensors: Any
 ) -> tuple[Tensor, Tensor]:
-    """What `compute` returns for the tensors; a node of autograd if one of them needs a gradient."""
+    """What `compute` returns for the tensors, as a node of autograd if one of them needs a gradient."""
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
         out, state = _KernelWithGradients.apply(compute, gradients, *tensors)  # type: ignore[no-untyped-call]
         return out, state

@@ -1,9 +1,9 @@
 """The kernel of recurrences whose states are vectors of channels: the selective scan and RG-LRU.
 
 A program computes all rows of one sequence for some channels, in blocks of 16 positions that begin at multiples of 16. It reads
-the state page, goes through the tail and the rows of the step as through one sequence, and keeps the state in registers. Within
-a block all states are found by a parallel scan. The end of a page is the end of a block, so a state that is to be kept is at
-hand there. Few rows, chunks and the functional form are one kernel.
+the state page, goes through the tail and the rows of the step as one sequence, and keeps the state in registers. Within a
+block, a parallel scan computes all states. The end of a page is the end of a block, so a state that must be stored is in
+registers there. Few rows, chunks and the functional form share this kernel.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SCAN_BLOCK = 16
 
 @triton.jit
 def _then(decay, added, later_decay, later_added):
-    """Two steps h -> decay * h + added as one."""
+    """Two steps h -> decay * h + added, combined into one."""
     return decay * later_decay, later_decay * added + later_added
 
 
@@ -70,9 +70,10 @@ def _scan_channels(
     BLOCK_C: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """a_ptr: of the selective scan; None: RG-LRU, whose log gates are at dt_ptr, with one number for a channel.
+    """Computes all rows of one sequence for some channels.
 
-    FUNCTIONAL: the state behind the last row goes to the target, whatever its position is
+    a_ptr:      a of the selective scan; None for RG-LRU, whose log gates are at dt_ptr. Its state has one number per channel
+    FUNCTIONAL: the state after the last row goes to the target, whatever its position
     """
     SELECTIVE: tl.constexpr = a_ptr is not None
     COLUMNS: tl.constexpr = (CHANNELS + BLOCK_C - 1) // BLOCK_C
@@ -134,7 +135,7 @@ def _scan_channels(
                     tl.store(place, b.to(tail_b_ptr.dtype.element_ty), mask=shared)
                 b += tl.load(place, mask=in_tail & in_n[None, :], other=0.0).to(tl.float32)
 
-        # rows behind the last one change nothing: their dt or log gate is 0
+        # rows past the last one change nothing: their dt (or log gate) and x are 0
         if SELECTIVE:
             decay = tl.exp(dt[:, :, None] * a[None, :, :])  # [BLOCK_T, BLOCK_C, BLOCK_N]
             added = (dt * x)[:, :, None] * b[:, None, :]

@@ -20,22 +20,22 @@ from fa_serve.ops.linear_attention.problem import Recurrence
 from fa_serve.ops.linear_attention.tiles import few_rows_tile, pieces_tile, without_tile
 
 MAX_DIM = 256
-"""Numbers of a key, which a program keeps in registers."""
+"""The most numbers of a key: a program keeps a key in registers."""
 MAX_PAGE = 64
-"""Tokens of a page, whose tail each row reads again."""
+"""The most tokens of a page: each row reads the tail of the page again."""
 
 
 @dataclass(frozen=True)
 class RecurrenceKernel:
     """A row of the table.
 
-    name:     of the row
-    about:    what it is, in a few words
+    name:     name of the row
+    about:    what it computes, in a few words
     launches: the names of its kernels' functions, or of PyTorch's
-    kinds:    of `Recurrence`, which it computes
+    kinds:    the kinds of `Recurrence` that it computes
     rows:     "few", "pieces", or both
-    refuses:  the reason why it does not compute a recurrence of this kind, or None
-    tile:     what it is launched with
+    refuses:  returns the reason why it does not compute a recurrence of one of these kinds, or None
+    tile:     returns the tile that it is launched with
     """
 
     name: str
@@ -69,7 +69,7 @@ class RecurrenceChoice:
 
 
 def refuses_kernel(recurrence: Recurrence) -> str | None:
-    """What no kernel of this room computes."""
+    """Why no kernel of this room computes the recurrence, or None."""
     if not recurrence.triton:
         return "needs Triton, which does not run on the device"
     if recurrence.dtype.itemsize > 4:
@@ -78,7 +78,7 @@ def refuses_kernel(recurrence: Recurrence) -> str | None:
 
 
 def refuses_matrix(recurrence: Recurrence) -> str | None:
-    """What the kernels of states that are matrices do not compute."""
+    """Why the kernels of states that are matrices do not compute the recurrence, or None."""
     if recurrence.dim > MAX_DIM:
         return f"takes keys of up to {MAX_DIM} numbers, got {recurrence.dim}"
     if recurrence.page_size > MAX_PAGE:
@@ -87,14 +87,14 @@ def refuses_matrix(recurrence: Recurrence) -> str | None:
 
 
 def refuses_scan(recurrence: Recurrence) -> str | None:
-    """What the kernel of states that are vectors does not compute."""
+    """Why the kernel of states that are vectors does not compute the recurrence, or None."""
     if recurrence.page_size % 16 > 0:
         return f"takes pages of a multiple of 16 tokens, got {recurrence.page_size}"
     return refuses_kernel(recurrence)
 
 
 def refuses_no_recurrence(recurrence: Recurrence) -> None:
-    """PyTorch computes every recurrence."""
+    """None: PyTorch computes every recurrence."""
 
 
 RECURRENCE_KERNELS: tuple[RecurrenceKernel, ...] = (
@@ -144,11 +144,11 @@ RECURRENCE_KERNELS: tuple[RecurrenceKernel, ...] = (
         tile=without_tile,
     ),
 )
-"""The first that fits computes a recurrence."""
+"""The first row that fits computes a recurrence."""
 
 
 def select_recurrence_kernel(recurrence: Recurrence) -> RecurrenceChoice:
-    """What computes the recurrence: the first row of the table that fits."""
+    """The first row of the table that fits, which computes the recurrence."""
     passed_over = dict[str, str]()
     for kernel in RECURRENCE_KERNELS:
         reason = kernel.fits(recurrence)

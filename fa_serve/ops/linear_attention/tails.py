@@ -1,4 +1,4 @@
-"""What a row of few reads before it, rows of the tail and of the step in tiles, and what it sums."""
+"""Device functions of few_rows.py: they read the rows before a row in tiles, from the tail and from the step, and sum them."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def gates_and_weights(
     OLD: tl.constexpr,
     NEW: tl.constexpr,
 ):
-    """Log gates by head, and the weights of values, of rows of the tail (old) at `place` and of rows j of the step (new).
+    """Log gates by head, and the weights of values, for rows of the tail (old) at `place` and for rows j of the step (new).
 
-    The pointers are those of the head's first row.
+    The pointers point to the head's first row. OLD, NEW: whether any row can be in the tail, or in the step
     """
     if g_ptr is not None:
         if NEW:
@@ -90,9 +90,9 @@ def read_tile(
     ONE_ROW: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    """(keys, u, log gates, weights of u) of the rows from `low` on that come before row r; 0 for others.
+    """(keys, u, log gates, weights of u) of the rows from `low` on that precede row r; 0 for other rows.
 
-    With ONE_ROW these are rows of the tail. Weights are 1 for the delta rule.
+    With ONE_ROW, all of these rows are in the tail. Weights are 1 for the delta rule.
     """
     t = low + tl.arange(0, BLOCK_T)
     seen = t < r
@@ -163,15 +163,16 @@ def _add_triples(a, b, c, d, e, f):
 
 @triton.jit
 def _sums_of_tiles(state, factors, BLOCK_T: tl.constexpr):
-    """The sums over channels of factors * state [BLOCK_K, BLOCK_V], as BLOCK_T parts: channels that are BLOCK_T apart are in
-    registers of one thread."""
+    """The sums over channels of factors * state [BLOCK_K, BLOCK_V], as BLOCK_T partial sums [BLOCK_T, BLOCK_V]: channels that
+    are BLOCK_T apart are in registers of one thread."""
     product = state * factors[:, None]
     return tl.sum(tl.reshape(product, [state.shape[0] // BLOCK_T, BLOCK_T, state.shape[1]]), 0)
 
 
 @triton.jit
 def compare_key_and_query(key, query, scale, NORMALISE: tl.constexpr):
-    """(key, scaled query, their product) of a row, in float32, normalised if that is asked for: three sums in one."""
+    """(key, scaled query, their product) of a row, in float32. With NORMALISE, key and query are normalised, and one reduction
+    computes all three sums."""
     alike = key * query
     if NORMALISE:
         squares_of_key, squares_of_query, alike = tl.reduce((key * key, query * query, alike), 0, _add_triples)
@@ -201,9 +202,9 @@ def add_tile(
     BY_CHANNEL: tl.constexpr,
     NORMALISE: tl.constexpr,
 ):
-    """The parts of what is known of a key and of the output of a query, with those of a tile.
+    """Adds a tile to two partial sums of a row: what the state already holds under its key (`known`), and its output.
 
-    after: log gates behind the tile, up to the row; with those of the tile it is returned
+    after: sum of the log gates after the tile, up to the row; it is returned with the gates of the tile added
     """
     faded = keys
     factor = weights
@@ -238,9 +239,9 @@ def finish_row(
     DELTA: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    """(output, u) of a row, with the parts of the state; u of the delta rule, else the value.
+    """(output, u) of a row, from its partial sums and its products with the state. u is the value, except for the delta rule.
 
-    weight: of the value, except for the delta rule
+    weight: the weight of the value; the delta rule has none
     """
     of_state = query * tl.exp(after)
     part_of_out += _sums_of_tiles(state, of_state, BLOCK_T)
@@ -289,9 +290,9 @@ def pass_rows(
     NORMALISE: tl.constexpr,
     SOFTPLUS: tl.constexpr,
 ):
-    """The state behind `count` rows of the tail and of the step, by the recurrence itself.
+    """The state after `count` rows of the tail and of the step, by the recurrence itself.
 
-    The pointers are those of the head's first row.
+    The pointers point to the head's first row.
     """
     for row in range(count):
         row_place = (start + row) % RING

@@ -1,4 +1,4 @@
-"""Tiles of the kernels of linear attention, which follow from a recurrence alone. This module imports no Triton."""
+"""Tiles of the kernels of linear attention, which depend only on the `Recurrence`. This module imports no Triton."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ MIN_COLUMNS = 64
 gave wrong numbers or an illegal access on Hopper under Triton 3.6, for a reason that is not known. With 8 warps, or with 64
 columns, they are right."""
 OUTPUTS_IN_LOOP = 0.45
-"""How many programs of the loop over pieces there are for each multiprocessor, at least, if they compute the outputs. 64 and
-512 for 132 multiprocessors were measured. Fewer leave multiprocessors idle, which a kernel behind the loop would not."""
+"""The loop over pieces computes the outputs only if it has at least this many programs per multiprocessor. 64 and 512 programs
+on 132 multiprocessors were measured. Fewer leave multiprocessors idle, which a separate kernel after the loop would use."""
 CHANNEL_OUTPUTS_IN_LOOP = 2
-"""The same for gates by channel, of which few programs were not measured."""
+"""The same for gates by channel, for which fewer programs were not measured."""
 
 
 class FewRowsTile(NamedTuple):
     """block_v columns of the values, in a program of num_warps warps.
 
     block_t:       rows of a tile of the tail and of the step
-    row_registers: the most that a thread may have on NVIDIA GPUs, in a step of one row of each sequence; None is the
-                   compiler's choice
-    registers:     the same in a step of several rows
+    row_registers: the most registers of a thread on NVIDIA GPUs, in a step with one row per sequence; None leaves the number to
+                   the compiler
+    registers:     the same, in a step in which sequences may have several rows
     """
 
     block_v: int
@@ -37,12 +37,13 @@ class FewRowsTile(NamedTuple):
 class PiecesTile(NamedTuple):
     """block_v:           columns of the values in a program of the loop over pieces
     stages:            pieces whose operands are loaded at a time, in that loop
-    prepare_warps:     of a program that prepares a piece
-    pass_warps:        of a program of the loop
-    output_warps:      of a program that computes outputs
-    outputs_in_loop:   the loop computes the outputs, instead of a kernel behind it
-    prepare_registers: the most that a thread of the preparation may have, on NVIDIA GPUs; None is the compiler's choice
-    slabs:             parts of the table of pieces: the loop over the pieces of one runs beside the other kernels of the others
+    prepare_warps:     warps of a program that prepares a piece
+    pass_warps:        warps of a program of the loop
+    output_warps:      warps of a program that computes outputs
+    outputs_in_loop:   whether the loop computes the outputs, instead of a kernel after it
+    prepare_registers: the most registers of a thread that prepares, on NVIDIA GPUs; None leaves the number to the compiler
+    slabs:             parts of the table of pieces: the loop over the pieces of one part runs at the same time as the other
+                       kernels of the other parts
     """
 
     block_v: int
@@ -56,16 +57,16 @@ class PiecesTile(NamedTuple):
 
     @property
     def filled_columns(self) -> int:
-        """Columns of the values are filled up to a multiple of this."""
+        """The columns of the values are padded to a multiple of this."""
         return max(self.block_v, MIN_COLUMNS)
 
 
 def few_rows_tile(recurrence: Recurrence) -> FewRowsTile:
-    """A thread of 4 warps keeps 64 numbers of the state on NVIDIA GPUs, whose loads are on their way while the rest is read.
+    """With 4 warps on NVIDIA GPUs, a thread keeps 64 numbers of the state. Their loads are in flight while the rest is read.
 
-    With 128 registers four programs fit on a multiprocessor, which have 128 KiB of states on their way, and with 168 three. A
-    step of one row of 64 sequences takes an H200 the same with both, and one of 256 sequences 4% less with 128, though the
-    delta rule then keeps 128 bytes outside of registers. Gates by channel would keep 248, and several rows as much.
+    With 128 registers a thread, four programs fit on a multiprocessor and have 128 KiB of states in flight; with 168, three
+    fit. For one row of each of 64 sequences an H200 needs the same time with both, and for 256 sequences 4% less with 128,
+    although the delta rule then spills 128 bytes. Gates by channel would spill 248 bytes, and so would steps of several rows.
     """
     dim = power_of_2(max(recurrence.dim, 16))
     block_v = max(16, min(power_of_2(recurrence.dim_v), 8192 // dim))
@@ -75,17 +76,17 @@ def few_rows_tile(recurrence: Recurrence) -> FewRowsTile:
 
 
 def pieces_tile(recurrence: Recurrence) -> PiecesTile:
-    """64 columns of the values, the fewest rows of a product of wgmma; of more sequences, more programs.
+    """A program has 64 columns of the values, the fewest rows of a product of wgmma. More sequences mean more programs.
 
-    In 4 warps, keys of 256 and gates by channel would spill, and so would everything where NVIDIA GPUs multiply without wgmma.
-    Three stages of keys of 128 in 16 bits are 120 KiB: two stages fit where there are 99 KiB. With up to 168 registers, three
-    programs of the preparation fit on a multiprocessor of Hopper. They wait for memory and for their products most of the time,
-    so the third is worth some numbers outside of registers.
+    With 4 warps, keys of 256 numbers and gates by channel would spill, and so would everything on NVIDIA GPUs without wgmma.
+    Three stages of 16-bit keys of 128 numbers take 120 KiB of shared memory; two stages fit into 99 KiB. With up to 168
+    registers a thread, three programs that prepare pieces fit on a multiprocessor of Hopper. They wait for memory and for their
+    products most of the time, so the third program is worth some spilled numbers.
 
-    On Hopper the loop of the delta rule computes the outputs where enough programs of it come to a multiprocessor. The
-    states before all pieces, and what their rows add, do not go through memory then. Eight sequences of 4,096 rows and 32 heads
-    of 128 take an H200 1,225 us, and 1,628 by a kernel behind the loop; one of 8,192 rows takes 389 and 474 us. One program is
-    on a multiprocessor in both forms; of other recurrences three are there without outputs, and one with them.
+    On Hopper, the loop of the delta rule computes the outputs if it has enough programs per multiprocessor. The states before
+    all pieces, and what their rows add, then do not go through memory. Eight sequences of 4,096 rows and 32 heads of 128 take
+    an H200 1,225 us this way, and 1,628 us with a kernel after the loop; one sequence of 8,192 rows takes 389 and 474 us. In
+    both forms one program fits on a multiprocessor. For other recurrences, three fit without outputs and one with them.
     """
     wide = recurrence.dim > 128 or recurrence.dtype.itemsize > 2
     fits_4_warps = not wide and not recurrence.by_channel and recurrence.arch in (0, 90)
@@ -109,4 +110,4 @@ def pieces_tile(recurrence: Recurrence) -> PiecesTile:
 
 
 def without_tile(recurrence: Recurrence) -> None:
-    """The tile of what has one form."""
+    """None: the kernel has only one form."""

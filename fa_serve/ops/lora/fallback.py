@@ -1,6 +1,6 @@
-"""Adapters in plain PyTorch, for devices without kernels. The tiles of a step are read on the host.
+"""Adapters in plain PyTorch, for devices without kernels. The host reads the tiles of a step.
 
-It computes in float32 or wider, and rounds the sum once.
+The sums are computed in float32 or wider, and rounded once.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def torch_add_lora(
 
 
 def _entries_by_slot(batch: LoraBatch) -> dict[int, Tensor]:
-    """The entries of `rows` of each slot that has any."""
+    """For each slot that has rows: the indices of its entries in `LoraBatch.rows`."""
     found: dict[int, list[Tensor]] = {}
     for slot, first, count in batch.tiles.tolist():
         if count and slot >= 0:

@@ -1,17 +1,17 @@
 """The kernels of adapters: two launches for a product, whatever the number of adapters in a step.
 
-`_shrink` multiplies the rows of a tile by one page of ranks of A; a part of the columns of x is a program, because few tiles
-would leave most of a GPU idle. `_expand` adds these partial sums, always in the same order, applies the scale, and multiplies
-by the pages of B of some columns. Rows are gathered by number, and each row has one adapter, so nothing is added atomically:
-equal calls have equal bits.
+`_shrink` multiplies the rows of a tile by one page of ranks of A. Several programs share the columns of x, because one program
+for each of a few tiles would leave most of a GPU idle. `_expand` adds these partial sums, always in the same order, applies the
+scale, and multiplies the result by some columns of the pages of B. Rows are gathered by number, and each row has one adapter,
+so nothing is added atomically: equal calls have equal bits.
 
-A CUDA graph of a decoding step has room for as many tiles as rows, in case each has another adapter, and most of them are
-empty. A program therefore computes every `lanes`th tile until one is empty, so that the number of programs, and of the parts of
-the columns of x, follows what a step usually has.
+A CUDA graph of a decoding step has room for as many tiles as rows, in case every row has a different adapter, but most of these
+tiles are empty. So a program computes every `lanes`-th tile until it finds an empty one. The number of programs, and of ranges
+into which the columns of x are split, can then follow what a step usually has.
 
-With a norm, `_shrink` sums the squares of x as well, and `_expand` divides by their root: one token needs no launch for its
-norm. On Hopper and later GPUs both are launched programmatically, see `primitives.wait_for_previous_kernel`. Left out: rows
-without an adapter, which no program reads.
+With a norm, `_shrink` sums the squares of x as well, and `_expand` divides by their root mean square, so that one token needs
+no separate launch for its norm. On Hopper and later GPUs both are launched programmatically, see
+`primitives.wait_for_previous_kernel`. Left out: rows without an adapter, which no program reads.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ MAX_PARTS = 4
 
 
 DECODING_LANES = 32
-"""Programs that share the tiles of a decoding step, at most. A program that computes several tiles waits for memory in each."""
+"""The most programs that share the tiles of a decoding step. A program with several tiles waits for memory in each of them."""
 USUAL_TILES = 8
-"""Tiles of a decoding step that are not empty, for which the columns of x are split."""
+"""How many tiles of a decoding step are usually not empty. The number of splits of the columns of x is chosen for this many."""
 MOST_PROGRAMS = 2048
-"""Programs of `_expand` for a decoding step, most of which find nothing to do."""
+"""About the most programs of `_expand` for a decoding step. Most of them find nothing to do."""
 
 
 class LoraTile(NamedTuple):
-    """lanes: programs that share the tiles of `_shrink`; block_k: columns of x that a step of it multiplies; splits: programs
-    that share the columns of x; block_n: columns of y of a program of `_expand`."""
+    """lanes: programs that share the tiles of `_shrink`; block_k: columns of x that one iteration of it multiplies; splits:
+    programs that share the columns of x; block_n: columns of y that a program of `_expand` computes."""
 
     lanes: int
     block_k: int
@@ -53,9 +53,10 @@ class LoraTile(NamedTuple):
 
 
 def choose_lora_tile(k: int, block_rows: int, num_tiles: int, parts: int, num_sms: int) -> LoraTile:
-    """The tile for rows of k columns. parts: programs of `_shrink` for a tile without splits
+    """The tile for rows of k columns. parts: programs of `_shrink` for each tile of rows, without splits
 
-    The number of splits is the least power of two that gives each multiprocessor a program; each has at least 512 columns.
+    The number of splits is the smallest power of two that gives every multiprocessor a program, but at most 16, and no split
+    has fewer than 512 columns.
     """
     lanes = min(num_tiles, DECODING_LANES) if block_rows <= 16 else num_tiles
     programs = min(lanes, USUAL_TILES) * parts if block_rows <= 16 else lanes * parts
@@ -67,7 +68,7 @@ def choose_lora_tile(k: int, block_rows: int, num_tiles: int, parts: int, num_sm
 
 @triton.jit
 def _rows_with_adapter(tiles_ptr, tile, num_tiles):
-    """How many rows a tile has; 0 for one behind the last, for padding, and for rows without an adapter, which come last."""
+    """How many rows a tile has; 0 past the last tile, for padding, and for rows without an adapter, whose tiles come last."""
     exists = tile < num_tiles
     slot = tl.load(tiles_ptr + 3 * tile, mask=exists, other=-1)
     return tl.where(slot < 0, 0, tl.load(tiles_ptr + 3 * tile + 2, mask=exists, other=0))
@@ -75,7 +76,7 @@ def _rows_with_adapter(tiles_ptr, tile, num_tiles):
 
 @triton.constexpr_function
 def num_blocks(n0: int, n1: int, n2: int, n3: int, block_n: int) -> int:
-    """Blocks of block_n columns, each of one part."""
+    """The number of blocks of block_n columns. A block lies within one part."""
     return sum(-(-width // block_n) for width in (n0, n1, n2, n3))
 
 
@@ -127,7 +128,8 @@ def _shrink(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """sums (SPLITS, PARTS, total, MAX_PAGES * PAGE): partial products of x with A, by row. squares (SPLITS, total): of x."""
+    """Write sums (SPLITS, PARTS, total, MAX_PAGES * PAGE): partial products of each row of x with A. With a norm, also write
+    squares (SPLITS, total): partial sums of the squares of x."""
     steps: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     per_split: tl.constexpr = (steps + SPLITS - 1) // SPLITS
     program = tl.program_id(0)
@@ -209,7 +211,7 @@ def _expand(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Add to BLOCK_N columns of the rows of a tile, which are those of one part, of N0, N1, N2 or N3 columns."""
+    """Add the adapter to BLOCK_N columns of a tile of rows. They lie within one part, of N0, N1, N2 or N3 columns."""
     N: tl.constexpr = N0 + N1 + N2 + N3
     BLOCKS: tl.constexpr = num_blocks(N0, N1, N2, N3, BLOCK_N)
     program = tl.program_id(0)
@@ -237,7 +239,7 @@ def _expand(
                 root = tl.rsqrt(squares / K + eps)
             acc = tl.zeros([BLOCK_ROWS, BLOCK_N], tl.float32)
             ranks = tl.arange(0, PAGE)
-            # most adapters have one page: loading the next one ahead would take registers that others need
+            # most adapters have one page, so loading the next page ahead would only cost registers
             for page in tl.range(0, tl.load(num_pages_ptr + slot), num_stages=1):
                 number = tl.load(pages_ptr + slot * MAX_PAGES + page).to(tl.int64)
                 u = tl.zeros([BLOCK_ROWS, PAGE], tl.float32)
@@ -265,7 +267,7 @@ def _expand(
 
 
 def part_widths(weights: LoraWeights) -> tuple[int, ...]:
-    """The columns of MAX_PARTS parts, of which the last ones may have none. Raises ValueError for more parts."""
+    """The columns of each of MAX_PARTS parts, 0 for those that the product lacks. Raises ValueError for more parts."""
     missing = MAX_PARTS - len(weights.widths)
     if missing < 0:
         raise ValueError(f"a product with adapters has at most {MAX_PARTS} parts, got {len(weights.widths)}")

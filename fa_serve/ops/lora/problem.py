@@ -1,10 +1,10 @@
 """The adapters of one product in memory, and which token of a step takes which adapter.
 
-    weights = LoraWeights(a, b, scales, ones, factors, counters, widths)     # of a product with k columns, merged of parts
+    weights = LoraWeights(a, b, scales, ones, factors, counters, widths)     # of a product with k columns and merged parts
     batch = LoraBatch(rows, tiles, slots, pages, num_pages, block_rows=16)
 
 The memory of adapters is divided into pages of PAGE_RANKS ranks. An adapter has as many pages as its largest rank needs, in any
-order, and a slot, whose row of `LoraBatch.pages` lists them. Left out: who gets which pages.
+order, and one slot. The slot's row of `LoraBatch.pages` lists the pages. Left out: the allocation of pages.
 """
 
 from __future__ import annotations
@@ -14,29 +14,30 @@ from typing import NamedTuple
 from torch import Tensor
 
 PAGE_RANKS = 16
-"""Ranks in a page: the least number of columns that a product of tensor cores has."""
+"""Ranks in a page: the smallest number of columns that tensor cores multiply."""
 LORA_COUNTERS = 65
 COUNTER_WORDS = 16
-"""Counters of a product, and the words from one to the next: each has a line of the cache (row_product.py)."""
+"""The counters of a product, and the int64 words from one counter to the next, so that each has its own cache line
+(row_product.py)."""
 
 
 class LoraWeights(NamedTuple):
-    """The adapters of one product, whose rows are those of one part or of several parts that are merged.
+    """The adapters of one product. The product is one part, or several parts whose rows are merged, such as q, k and v.
 
     A token with an adapter gets, in the columns of part p,
 
+        y += (y - base bias) * factor                 only for DoRA, before the next line
         y += scale * (x A^T) B^T + scale * bias
-        y += (y - base bias) * factor                 before that, for DoRA
 
-    a:       (num_pages, parts, PAGE_RANKS, k), only the first stride is free
-    b:       (num_pages, PAGE_RANKS, n), only the first stride is free: B^T of each part in the columns of that part
-    scales:  (slots, parts) float32; 0 where an adapter leaves a part as it is
-    ones:    (slots, parts) int32: the rank whose product with A counts as 1, so that its row of b is the bias of B; -1 for none
-    factors: (slots, parts) int32: the rank whose row of b is the factor of DoRA less 1, and whose row of a is 0; -1 for none
-    counters: (LORA_COUNTERS, COUNTER_WORDS) int64, contiguous, first 0: what the programs of a launch count (row_product.py)
+    a:       (num_pages, parts, PAGE_RANKS, k), contiguous except for the first stride
+    b:       (num_pages, PAGE_RANKS, n), contiguous except for the first stride: the columns of a part hold its B^T
+    scales:  (slots, parts) float32; 0 where an adapter does not change a part
+    ones:    (slots, parts) int32: the rank whose x A^T counts as 1, so that its row of b is the bias; -1 without a bias
+    factors: (slots, parts) int32: the rank whose row of b is DoRA's factor minus 1, and whose row of a is 0; -1 without DoRA
+    counters: (LORA_COUNTERS, COUNTER_WORDS) int64, contiguous, initially 0: programs of a launch count here (row_product.py)
     widths:  columns of each part; their sum is n
 
-    Of scales, ones and factors only the first stride is free, and it is that of all three.
+    scales, ones and factors are contiguous except for the first stride, which is the same for all three.
     """
 
     a: Tensor
@@ -51,14 +52,14 @@ class LoraWeights(NamedTuple):
 class LoraBatch(NamedTuple):
     """Which rows of a step have which adapter.
 
-    rows:       (entries,) int32: numbers of rows, sorted by adapter; what no tile names is not read
-    tiles:      (num_tiles, 3) int32: a slot, the first of its entries in `rows`, and how many, up to block_rows; 0 is padding.
-                Tiles of one slot are neighbours. The slot is -1 for rows without an adapter, whose tiles come last: together
-                the tiles name each row of a step once
-    slots:      (entries,) int32: of each row, in the order of the step; -1 for one without an adapter
+    rows:       (entries,) int32: row numbers, sorted by adapter; entries that belong to no tile are not read
+    tiles:      (num_tiles, 3) int32: the slot of a tile, its first entry in `rows`, and its number of entries, up to
+                block_rows. A tile with 0 entries is padding. Tiles of one slot are neighbours. The slot is -1 for rows without
+                an adapter, whose tiles come last. Together the tiles cover each row of a step once
+    slots:      (entries,) int32: the slot of each row, in the order of the step; -1 for a row without an adapter
     pages:      (slots, max_pages) int32, the pages of each slot
-    num_pages:  (slots,) int32
-    block_rows: a power of two, at least 16
+    num_pages:  (slots,) int32, how many pages each slot has
+    block_rows: the most rows of a tile: a power of two, at least 16
     """
 
     rows: Tensor

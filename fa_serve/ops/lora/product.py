@@ -1,22 +1,23 @@
-"""A product of few tokens with its adapters, in the two launches that the product and its gate have anyway.
+"""A product of few tokens with its adapters, in the two launches that the product and its gate take anyway.
 
     y = launch_product(x, weight, bias, weights, batch, activation, residual, alpha)
 
-For such a product the pages of A are more rows of the weights: all of them are multiplied with the same tokens, so one launch
-multiplies both, and a program has either 64 rows of the weights or four pages of A, over a range of the columns. What each
-program multiplies is stored in float32. The second launch adds the ranges of columns, always in the same order, multiplies what
-A gave by B, and does what is behind the product: the bias, the gate, or the residual sum. It has no work but that for rows
-without an adapter.
+In such a product the pages of A act as additional rows of the weights, because both are multiplied with the same tokens. So one
+launch multiplies both: a program has either block_n rows of the weights or block_n / PAGE_RANKS pages of A, over one range of
+the columns, and stores its sums in float32. The second launch adds the sums of all ranges, always in the same order, multiplies
+the sums of A by B, and does what follows the product: the bias, the gate, or the residual sum. Rows without an adapter need all
+of this except the product with B.
 
-This way was chosen because nothing has to wait inside of a launch: the end of the first one is the barrier between A and B. One
-launch, whose programs wait for those that multiply A, would need whole sums in each program, and products with few rows of
-weights (the output projections) leave most multiprocessors idle unless their sums are split. cuBLAS launches twice for them,
-too.
+This design was chosen because no program has to wait inside a launch: the end of the first launch is the barrier between A and
+B. In a single launch, programs would wait for those that multiply by A, and each would have to compute whole sums. But products
+with few rows of weights (the output projections) leave most multiprocessors idle unless their sums are split. cuBLAS takes two
+launches for them, too.
 
-A page of A is multiplied with all tokens of a step, and of each product those of its adapter are kept: what takes time is
-reading A, not multiplying it. The second launch has tiles of rows with one adapter, as `kernel.py` has, and reads each page of
-B once for a tile. What does not depend on the first launch is loaded before it ends (programmatic launch). Sums have a fixed
-order, so equal calls have equal bits. Left out: one token (row_product.py), and which products come here (run.py).
+A page of A is multiplied with all tokens of a step, but only the results for the tokens of its adapter are stored: what takes
+time is reading A, not multiplying by it. The second launch has tiles of rows that share an adapter, as `kernel.py` has, and
+reads each page of B once for a tile. It loads what does not depend on the first launch before that launch ends (programmatic
+launch). Sums have a fixed order, so equal calls have equal bits. Left out: one token (row_product.py), and which products are
+computed in this way (run.py).
 """
 
 from __future__ import annotations
@@ -42,17 +43,17 @@ from fa_serve.ops.products.tiles import choose_splits, segment_columns
 WIDE_ARCHS = (90, 100, 103)
 """GPUs with 227 KiB of shared memory in a multiprocessor."""
 MOST_MERGED_TOKENS = 128
-"""Tokens of a step, above which cuBLAS multiplies and `kernel.py` adds adapters."""
+"""The most tokens that this module multiplies. With more, cuBLAS multiplies and `kernel.py` adds adapters."""
 FINISH_PROGRAMS = 1024
-"""Programs of the second launch, most of which find nothing to do if a step has few adapters. The products of a layer of 8B
-with 64 tokens of one adapter took 159.3 us on one H200, and 161.6 with 2048."""
+"""About the most programs of the second launch. Most of them find nothing to do if a step has few adapters. The products of a
+layer of an 8B model with 64 tokens of one adapter took 159.3 us on one H200, and 161.6 us with 2048 programs."""
 
 
 class ProductTile(NamedTuple):
-    """block_m tokens by block_n rows of weights and block_k columns, whose sums are split into `splits` ranges of columns.
+    """block_m tokens by block_n rows of weights, block_k columns at a time. Programs share the columns in `splits` ranges.
 
-    finish_n:  columns of a program of the second launch
-    num_warps: of the first launch
+    finish_n:  columns that a program of the second launch computes
+    num_warps: warps of a program of the first launch
     """
 
     block_m: int
@@ -65,16 +66,16 @@ class ProductTile(NamedTuple):
 
 
 def choose_product_tile(tokens: int, n: int, k: int, itemsize: int, num_sms: int, arch: int) -> ProductTile:
-    """The tile of a product of `tokens` rows with (n, k) weights of so many bytes each.
+    """The tile of a product of `tokens` rows with (n, k) weights of `itemsize` bytes each.
 
-    Sums are split while all programs are on the GPU at a time. Tiles are wide where that leaves no multiprocessor without one,
-    on GPUs that have the shared memory.
+    Sums are split as long as the GPU holds all programs at the same time. On GPUs with enough shared memory, tiles are wide
+    (128 rows of weights) if at least 90% of the multiprocessors still get one.
     """
     block_m = next(size for size in (16, 32, 64, MOST_MERGED_TOKENS) if size >= tokens)
     if itemsize == 4:
         return ProductTile(block_m, 32, 32, 2, 1, 64)
     stages = 3 if block_m == MOST_MERGED_TOKENS else 4
-    # a program of 64 rows reads as many tokens as weights: 28672 x 4096 took 86 us on one H200, and 67 with cuBLAS
+    # a program with 64 rows of weights reads as much of x as of them: 28672 x 4096 took 86 us on one H200, and 67 with cuBLAS
     splits = choose_splits(-(-n // 128), 3 * num_sms // 2, k, 256, most=8)
     if arch in WIDE_ARCHS and -(-n // 128) * splits >= num_sms * 9 // 10:
         return ProductTile(block_m, 128, 64, stages, splits, 64 if splits == 1 else 128)
@@ -87,8 +88,8 @@ def _pages_of_a(
     a_ptr, pages_ptr, num_pages_ptr, scales_ptr, tiles_ptr, first, num_tiles, page, part, stride_page, stride_slot,
     K: tl.constexpr, MAX_PAGES: tl.constexpr, PAGE: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Pointers to BLOCK_N rows of A, those of one page of the adapters of the tiles from `first` on; which of them are of use;
-    and their slots. Of tiles with the same adapter, the first one has its rows."""
+    """Pointers to BLOCK_N rows of A, namely one page of the adapter of each tile from `first` on; which of these rows are
+    needed; and their slots. If several tiles have the same adapter, only the first one has its rows."""
     rows = tl.arange(0, BLOCK_N)
     tile = first + rows // PAGE
     exists = tile < num_tiles
@@ -104,7 +105,7 @@ def _pages_of_a(
 
 @triton.jit
 def _prefetch_weights(w_ptr, columns, begin, N: tl.constexpr, K: tl.constexpr, PREFETCHED: tl.constexpr):
-    """Have the first weights of a program copied to the L2 cache, PREFETCHED lines of 128 bytes of each row."""
+    """Prefetch the first weights of a program to the L2 cache, PREFETCHED lines of 128 bytes of each row."""
     rows = tl.minimum(columns, N - 1).to(tl.int64) * K
     lines = tl.minimum(begin + tl.arange(0, PREFETCHED) * 64, K - 1)
     places = (w_ptr + rows[:, None] + lines[None, :]).to(tl.int64)
@@ -144,7 +145,8 @@ def _product_and_shrink(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """sums (SPLITS, M, N): x with the weights; shrunk (SPLITS, PARTS, M, MAX_PAGES * PAGE): each row of x with its A.
+    """Write sums (SPLITS, M, N): the products of x with the weights; and shrunk (SPLITS, PARTS, M, MAX_PAGES * PAGE): the
+    products of each row of x with the A of its adapter.
 
     A program multiplies WIDTH columns. The first `shrinks` blocks of programs have rows of A, the others rows of the weights.
     """
@@ -190,7 +192,7 @@ def _product_and_shrink(
 
 
 class AdapterTensors(NamedTuple):
-    """Pointers that `_adapted_columns` reads, of LoraWeights, LoraBatch and the first launch."""
+    """The pointers that `_adapted_columns` reads: fields of LoraWeights and LoraBatch, and the results of the first launch."""
 
     b: tl.tensor
     pages: tl.tensor
@@ -206,7 +208,7 @@ class AdapterTensors(NamedTuple):
 def rows_of_b(
     b_ptr, pages_ptr, slot, page, columns, inside, stride_page, N: tl.constexpr, MAX_PAGES: tl.constexpr, PAGE: tl.constexpr
 ):
-    """[PAGE, columns]: a page of an adapter; zeros for slot -1, and outside."""
+    """[PAGE, columns]: a page of B of an adapter; zeros for slot -1, and for columns that are not `inside`."""
     number = tl.load(pages_ptr + slot * MAX_PAGES + page, mask=slot >= 0, other=0).to(tl.int64)
     rows = b_ptr + number * stride_page + tl.arange(0, PAGE)[:, None] * N + columns[None, :]
     return tl.load(rows, mask=inside[None, :] & (slot >= 0), other=0.0)
@@ -217,7 +219,7 @@ def _first_of_b(
     b_ptr, pages_ptr, slot, columns, inside, stride_page,
     N: tl.constexpr, OUT: tl.constexpr, MAX_PAGES: tl.constexpr, PAGE: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
-    """The first page of an adapter, and its columns of the other half if GATED."""
+    """The first page of B of an adapter and, if GATED, the same for the columns of the other half."""
     b = rows_of_b(b_ptr, pages_ptr, slot, 0, columns, inside, stride_page, N, MAX_PAGES, PAGE)
     b_up = b
     if GATED:
@@ -227,7 +229,7 @@ def _first_of_b(
 
 @triton.jit
 def _rows_of_tile(tiles_ptr, rows_ptr, tile, num_tiles, BLOCK_ROWS: tl.constexpr):
-    """Slot, number of rows and rows of a tile; -1 and 0 behind the last one and for padding."""
+    """The slot, the number of rows and the rows of a tile. Past the last tile and for padding: slot -1 and 0 rows."""
     exists = tile < num_tiles
     count = tl.load(tiles_ptr + 3 * tile + 2, mask=exists, other=0)
     slot = tl.load(tiles_ptr + 3 * tile, mask=exists, other=-1)
@@ -242,13 +244,13 @@ def _adapted_columns(
     N: tl.constexpr, PARTS: tl.constexpr, MAX_PAGES: tl.constexpr, PAGE: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_ROWS: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """[BLOCK_ROWS, BLOCK_N]: the product of some rows with its adapter and its bias. b: the first page of B"""
+    """[BLOCK_ROWS, BLOCK_N]: the product of some rows, plus their adapter and the bias. b: the first page of B"""
     written = keep[:, None] & inside[None, :]
     has = slot >= 0
     scale = tl.load(given.scales + slot * stride_slot + part, mask=has, other=0.0)
     one = tl.load(given.ones + slot * stride_slot + part, mask=has, other=-1)
     factor = tl.load(given.factors + slot * stride_slot + part, mask=has, other=-1)
-    # what the first launch left out is not read
+    # where the scale is 0, the first launch has written nothing, and nothing is read
     num_pages = tl.where(scale != 0.0, tl.load(given.num_pages + slot, mask=has, other=0), 0)
     ranks = tl.arange(0, PAGE)
     y = tl.zeros([BLOCK_ROWS, BLOCK_N], tl.float32)
@@ -265,7 +267,7 @@ def _adapted_columns(
             place = ((split * PARTS + part) * M + rows).to(tl.int64) * (MAX_PAGES * PAGE) + page * PAGE
             u += tl.load(given.shrunk + place[:, None] + ranks[None, :], mask=read[:, None], other=0.0)
         u = tl.where((page * PAGE + ranks == one)[None, :], 1.0, u) * scale
-        # memory of no adapter may hold anything, also where nothing is added
+        # memory that belongs to no adapter may hold NaN, which a factor of 0 would not remove
         b = tl.where(page < num_pages, b, 0.0)
         delta += tl.dot(u.to(b.dtype), b, input_precision=PRECISION)
     if factor >= 0:
@@ -314,8 +316,8 @@ def _expand_and_finish(
     PRECISION: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Compute BLOCK_N columns of the result for every `lanes`th tile of rows. They are those of one part, of N0, N1, N2
-    or N3 columns; GATED: columns of the gate, and as many of the other half."""
+    """Compute BLOCK_N columns of the result for every `lanes`-th tile of rows. The columns lie within one part; the parts have
+    N0, N1, N2 and N3 columns. GATED: they are columns of the gate, which need the same columns of the other half."""
     N: tl.constexpr = N0 + N1 + N2 + N3
     OUT: tl.constexpr = N // 2 if GATED else N
     BLOCKS: tl.constexpr = num_blocks(OUT, 0, 0, 0, BLOCK_N) if GATED else num_blocks(N0, N1, N2, N3, BLOCK_N)
@@ -330,7 +332,7 @@ def _expand_and_finish(
     columns = begin + tl.arange(0, BLOCK_N)
     inside = columns < end
     given = AdapterTensors(b_ptr, pages_ptr, num_pages_ptr, scales_ptr, ones_ptr, factors_ptr, sums_ptr, shrunk_ptr)
-    # no kernel of a step writes tiles and adapters, so those of the first tile are loaded before the product ends
+    # no kernel of a step writes tiles or adapters, so the first tile and its adapter are loaded before the first launch ends
     slot, count, rows = _rows_of_tile(tiles_ptr, rows_ptr, tile, num_tiles, BLOCK_ROWS)
     b, b_up = _first_of_b(b_ptr, pages_ptr, slot, columns, inside, stride_page, N, OUT, MAX_PAGES, PAGE, GATED)
     wait_if_needed(count > 0, PDL)
@@ -371,7 +373,7 @@ def launch_product(
 ) -> Tensor:
     """Arguments and result are those of `fa_serve.ops.linear_lora`, for several tokens that run.py lets through. Two launches.
 
-    Left out is the norm: x is normalised.
+    Left out: the norm. The caller has normalised x.
     """
     key = (
         "lora_product",

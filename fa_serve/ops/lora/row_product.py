@@ -1,25 +1,25 @@
-"""The product of one token with its adapter: that of products/row.py, with the adapter in it.
+"""The product of one token with its adapter: the kernel of products/row.py, with the adapter in it.
 
     y = launch_row(x, weight, bias, weights, batch, norm, activation, residual, alpha)
 
-**One launch**, for a product without a gate. The first programs multiply the token by A, each one range of the columns, and
-wait for nothing but the previous kernel. The others multiply it by the rows of the weights, then wait for the first ones, and
-add what A gave times B. GPUs start programs in the order of their numbers, so those that are waited for run. A call ends when
-all of its programs have, and the next call of the same product counts after that. So numbers in memory that only grow are
-enough, and nothing is reset: each program that waits adds its share of a call to a counter, which tells it the number of the
-call, and each program that multiplies by A adds its share to another one. Source of the count: ops/collectives/primitives.py.
+**One launch**, for a product without a gate. The first programs multiply the token by A, each over one range of the columns,
+and wait only for the previous kernel. The others multiply it by the rows of the weights, then wait for the first programs, and
+add their result times B. GPUs start programs in the order of their numbers, so the programs that are waited for already run.
+The next call of the same product counts only after all programs of this call have ended. So counters that only grow suffice,
+and nothing is reset: each program that waits adds its share of a call to one counter, whose value tells it the number of the
+call, and each program that multiplies by A adds its share to another. Source of this scheme: ops/collectives/primitives.py.
 
 **Ahead**, two launches, for a gated product. `_shrink_token` multiplies the token by A: a program has a page of one part, and a
 range of the columns. The product then loads that result and its rows of B before its loop over the weights, so that no program
-waits for an adapter when its sums are done. An SM holds three programs of 8 rows, and a gated product has nine such waves, each
-of which would wait. Others have one or two, for which a launch costs more. Microseconds in one launch and ahead on one H200,
-8B: gated 79.6 and 68.7, qkv 17.4 and 19.1, output 12.9 and 14.0, down 33.5 and 34.2. Left out: copying more weights to the L2
-cache while the first launch runs, which took longer.
+waits for an adapter when its sums are done. An SM holds three programs of 8 rows at a time, and a gated product has nine such
+waves of programs, each of which would wait. Other products have one or two waves, and waiting in these costs less than a
+launch. Microseconds on one H200 for an 8B model, in one launch and ahead: gated 79.6 and 68.7, qkv 17.4 and 19.1, output 12.9
+and 14.0, down 33.5 and 34.2. Left out: copying more weights to the L2 cache while the first launch runs, which took longer.
 
 An adapter of more than 16 ranks has several pages. Up to PAGES_TOGETHER of them are read at once: by as many programs of A, and
-in one load of B. One after the other, each page would wait for its number, then for B, then for what A gave.
+in one load of B. If read one after the other, each page would wait for its number, then for B, then for the result of A.
 
-All partial sums are added in the same order. Left out: more tokens (product.py).
+Partial sums are always added in the same order. Left out: more tokens (product.py).
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ from fa_serve.ops.products.tiles import matrix_row_tile
 PAGES_TOGETHER = 4
 """Pages of an adapter that are read at once: 64 ranks."""
 PAGES_TOGETHER_AHEAD = 2
-"""The same where they are held during the loop over the weights. With 4 pages, a multiprocessor has 2 programs instead of 3."""
+"""The same for "ahead", where registers hold B in the loop over the weights. With 4 pages, an SM has 2 programs, not 3."""
 _CALL = tl.constexpr(1 << 20)
-"""What a call adds to each counter, more than it has programs."""
+"""What all programs of a call together add to each counter: more than there are programs."""
 COUNTERS = tl.constexpr(LORA_COUNTERS - 1)
 COUNTER_STRIDE = tl.constexpr(COUNTER_WORDS)
 
 
 class RowAdapter(NamedTuple):
-    """Pointers that the programs read, of LoraWeights and LoraBatch, and the partial sums of A."""
+    """The pointers that the programs read: fields of LoraWeights and LoraBatch, and the partial sums of A."""
 
     b: tl.tensor
     pages: tl.tensor
@@ -66,7 +66,7 @@ class RowAdapter(NamedTuple):
 
 @triton.jit
 def _slot_of_token(tiles_ptr):
-    """-1 for a token without an adapter."""
+    """The slot of the token; -1 if it has no adapter."""
     return tl.where(tl.load(tiles_ptr + 2) > 0, tl.load(tiles_ptr), -1)
 
 
@@ -76,9 +76,9 @@ def _part_of_a(
     K: tl.constexpr, STEPS: tl.constexpr, MAX_PAGES: tl.constexpr, PAGE: tl.constexpr, TOGETHER: tl.constexpr,
     SHRINK_K: tl.constexpr,
 ):  # fmt: skip
-    """[PAGE, SHRINK_K]: a page of A, and the columns of a step; zeros behind the last page.
+    """[PAGE, SHRINK_K]: the columns of one step of a page of A; zeros past the last page.
 
-    first: page of a program, which has each TOGETHER-th one from there on. index: steps of a program up to this one
+    first: first page of a program, which has every TOGETHER-th page from there on. index: the step, counted over its pages
     """
     page = first + index // STEPS * TOGETHER
     used = page < num_pages
@@ -94,8 +94,8 @@ def _shrink_row(
     K: tl.constexpr, PARTS: tl.constexpr, MAX_PAGES: tl.constexpr, PAGE: tl.constexpr, TOGETHER: tl.constexpr,
     SPLITS: tl.constexpr, SHRINK_K: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """shrunk (SPLITS, PARTS, MAX_PAGES, PAGE): a range of the columns of x with pages of A of one part. Then say that it is
-    there."""
+    """Write shrunk (SPLITS, PARTS, MAX_PAGES, PAGE): a range of the columns of x times the pages of A of one part. Then signal
+    that it is written."""
     STEPS: tl.constexpr = (K + SPLITS * SHRINK_K - 1) // (SPLITS * SHRINK_K)
     part = program // SPLITS % PARTS
     first = program // (SPLITS * PARTS)
@@ -122,17 +122,17 @@ def _shrink_row(
             place = ((program % SPLITS * PARTS + part) * MAX_PAGES + first + index // STEPS * TOGETHER) * PAGE
             tl.store(given.shrunk + place + tl.arange(0, PAGE), tl.sum(acc, 1))
             acc = tl.zeros([PAGE, SHRINK_K], tl.float32)
-    tl.debug_barrier()  # one thread speaks for all
+    tl.debug_barrier()  # one thread signals for all
     share = tl.where(program == 0, _CALL + 1 - PARTS * SPLITS * TOGETHER, 1).to(tl.int64)
     tl.atomic_add(counters_ptr, share, sem="release")
 
 
 @triton.jit
 def count_share(counters_ptr, program, programs, PTX: tl.constexpr):
-    """Add the share of a program that waits; each of `programs` programs does so once in a call, after the calls before have
-    ended. Returns a tensor whose sum is what was there before. With PTX nothing waits for it until it is used.
+    """Add the share of a program that waits. Each of `programs` programs does so once in a call, after earlier calls have
+    ended. Returns a tensor whose sum is the previous value of the counter. With PTX, nothing waits for it until it is used.
 
-    Programs count in COUNTERS groups: thousands that add to one address would take longer than the product.
+    The programs are divided among COUNTERS counters: thousands of additions to one address would take longer than the product.
     """
     group = program % COUNTERS
     members = (programs - group + COUNTERS - 1) // COUNTERS
@@ -174,8 +174,8 @@ def _load_acquired(counter_ptr, PTX: tl.constexpr):
 
 @triton.jit
 def wait_for_shares(counters_ptr, seen, PTX: tl.constexpr):
-    """Wait until all programs that multiply by A have said so in this call. seen: what `count_share` returned"""
-    # calls do not overlap, so the shares of those before add up to a multiple of _CALL
+    """Wait until all programs of this call that multiply by A have added their shares. seen: what `count_share` returned"""
+    # calls do not overlap, so the shares of all earlier calls add up to a multiple of _CALL
     wanted = (tl.sum(seen, 0) // _CALL + 1) * _CALL
     done = _load_acquired(counters_ptr, PTX)
     while done < wanted:
@@ -185,8 +185,8 @@ def wait_for_shares(counters_ptr, seen, PTX: tl.constexpr):
 
 @triton.jit
 def _pages_from(given, slot, first, num_pages, MAX_PAGES: tl.constexpr, PAGE: tl.constexpr, TOGETHER: tl.constexpr):
-    """For the ranks of TOGETHER pages from `first` on, [TOGETHER * PAGE] or one number for all of a single page: the number of
-    the page, and whether the adapter has it."""
+    """The number of the page of each rank, and whether the adapter has that page: [TOGETHER * PAGE] for TOGETHER pages from
+    `first` on, or a scalar for a single page."""
     pages = first
     if TOGETHER > 1:
         pages = first + tl.arange(0, TOGETHER * PAGE) // PAGE
@@ -196,7 +196,7 @@ def _pages_from(given, slot, first, num_pages, MAX_PAGES: tl.constexpr, PAGE: tl
 
 @triton.jit
 def _rows_of_b(given, numbers, used, rows, keep, stride_b, N: tl.constexpr, PAGE: tl.constexpr, TOGETHER: tl.constexpr):
-    """[BLOCK_N, TOGETHER * PAGE]: the columns `rows` of pages; zeros where `keep` or `used` is not."""
+    """[BLOCK_N, TOGETHER * PAGE]: columns `rows` of pages of B; zeros where not `keep` or, for several pages, not `used`."""
     ranks = tl.arange(0, TOGETHER * PAGE) % PAGE
     if TOGETHER == 1:
         places = given.b + numbers.to(tl.int64) * stride_b + ranks[None, :] * N + rows[:, None]
@@ -229,14 +229,14 @@ def _sums_of_a(
     SPLITS: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
-    """[SPLITS, TOGETHER * PAGE]: what the ranges of columns give for pages of A; any numbers for a part without an adapter."""
+    """[SPLITS, TOGETHER * PAGE]: partial sums of pages of A, by range of columns; arbitrary for a part without an adapter."""
     ranks = tl.arange(0, TOGETHER * PAGE)
     places = ((tl.arange(0, SPLITS)[:, None] * PARTS + part) * MAX_PAGES + first) * PAGE + ranks[None, :]
-    # in one launch, another program has written them since this one began: they are read from the L2 cache
+    # in one launch, other programs write them after this one has begun, so they are read from the L2 cache, not from L1
     CACHE: tl.constexpr = "" if AHEAD else ".cg"
     if TOGETHER == 1:
         u = tl.load(given.shrunk + places, cache_modifier=CACHE)
-    else:  # no program writes what stands for a page that the adapter lacks
+    else:  # no program writes the sums of a page that the adapter lacks
         u = tl.load(given.shrunk + places, mask=used[None, :], other=0.0, cache_modifier=CACHE)
     return u
 
@@ -247,7 +247,7 @@ def _add_adapter(
     N: tl.constexpr, PARTS: tl.constexpr, MAX_PAGES: tl.constexpr, PAGE: tl.constexpr, TOGETHER: tl.constexpr,
     SPLITS: tl.constexpr, BLOCK_N: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """y with the adapter, [BLOCK_N]. root: by which what A gave is multiplied; u, b: of the first pages"""
+    """y plus the adapter, [BLOCK_N]. root: the norm's factor, for the sums of A; u, b: sums of A and B of the first pages"""
     scale, one, factor = _numbers_of(given, slot, part, stride_slot)
     ranks = tl.arange(0, TOGETHER * PAGE)
     delta = tl.zeros([BLOCK_N], tl.float32)
@@ -258,7 +258,7 @@ def _add_adapter(
             b = _rows_of_b(given, numbers, used, rows, keep, stride_b, N, PAGE, TOGETHER)
             u = _sums_of_a(given, part, first, used, PARTS, MAX_PAGES, PAGE, TOGETHER, SPLITS, AHEAD)
         of_pages = tl.where(first * PAGE + ranks == one, 1.0, tl.sum(u, 0) * root) * scale
-        # where an adapter leaves a part as it is, memory may hold anything
+        # for a part that the adapter does not change, memory may hold anything
         delta += tl.sum(tl.where(scale != 0.0, of_pages[None, :] * b.to(tl.float32), 0.0), 1)
     if factor >= 0:
         number = tl.load(given.pages + slot * MAX_PAGES + factor // PAGE).to(tl.int64)
@@ -288,7 +288,7 @@ def _shrink_token(
     SHRINK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """shrunk (SPLITS, PARTS, MAX_PAGES, PAGE): the token by A. A program has a page of one part, and a range of the columns."""
+    """Write shrunk (SPLITS, PARTS, MAX_PAGES, PAGE): token times A. A program has a page of one part and a range of columns."""
     STEPS: tl.constexpr = (K + SPLITS * SHRINK_K - 1) // (SPLITS * SHRINK_K)
     program = tl.program_id(0)
     split = program % SPLITS
@@ -302,7 +302,7 @@ def _shrink_token(
     ranks = tl.arange(0, PAGE)
     rows = a_ptr + number * stride_a + (part * PAGE + ranks[:, None]) * K
     k = split * STEPS * SHRINK_K + tl.arange(0, SHRINK_K)
-    # no kernel of a step writes adapters, so they are loaded before the previous one ends
+    # no kernel of a step writes adapters, so they are loaded before the previous kernel ends
     a = tl.load(rows + k[None, :], mask=used & (k < K)[None, :], other=0.0)
     wait_for_previous_kernel(PDL)
     acc = tl.zeros([PAGE, SHRINK_K], tl.float32)
@@ -361,8 +361,8 @@ def _adapted_row(
     PDL: tl.constexpr,
     PTX: tl.constexpr,
 ):
-    """A program computes BLOCK_N elements of the output, which are those of one part, of N0, N1, N2 or N3 columns. Before
-    them are PARTS * SPLITS * TOGETHER programs that multiply by A, unless AHEAD.
+    """A program computes BLOCK_N elements of the output, within one part; the parts have N0, N1, N2 and N3 columns. Unless
+    AHEAD, PARTS * SPLITS * TOGETHER other programs come first, which multiply by A.
 
     GATED: as in products/row.py; half of the columns of the product are outputs
     """
@@ -399,7 +399,7 @@ def _adapted_row(
             wait_for_previous_kernel(PDL)
             seen = count_share(counters_ptr, program, BLOCKS, PTX)
             y, up, root = multiply_row(x_ptr, w_ptr, norm_ptr, w, w_up, rows, eps, offset, OUT, K, GATED, BLOCK_N, BLOCK_K)
-        # what follows is requested before A is waited for
+        # B is requested before the program waits for A
         b = _rows_of_b(given, numbers, used, rows, has, stride_b, N, PAGE, TOGETHER)
         b_up = b
         if GATED:
@@ -414,7 +414,7 @@ def _adapted_row(
             u_up = _sums_of_a(given, PARTS - 1, 0, used, PARTS, MAX_PAGES, PAGE, TOGETHER, SPLITS, AHEAD)
         if AHEAD:
             y, up, root = multiply_row(x_ptr, w_ptr, norm_ptr, w, w_up, rows, eps, offset, OUT, K, GATED, BLOCK_N, BLOCK_K)
-            slot = _slot_of_token(tiles_ptr)  # a register less in the loop
+            slot = _slot_of_token(tiles_ptr)  # loaded again: that saves a register in the loop
             has = keep & (slot >= 0)
         num_pages = tl.load(num_pages_ptr + slot, mask=slot >= 0, other=0)
         y = _add_adapter(
@@ -435,7 +435,7 @@ def _adapted_row(
 
 
 def shrink_splits(k: int) -> int:
-    """Ranges of the columns of x that programs multiply by A: of about 512 columns."""
+    """The number of ranges of about 512 columns into which the product of x with A is split: at most 32."""
     return min(32, power_of_2(max(1, k // 512)))
 
 
@@ -451,7 +451,7 @@ def launch_row(
     alpha: float,
 ) -> Tensor:
     """Arguments and result are those of `fa_serve.ops.linear_lora`, for one token that run.py lets through. Two launches with a
-    gate, and one without."""
+    gate, one launch without."""
     key = (
         "lora_row",
         x.dtype,

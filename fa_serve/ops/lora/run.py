@@ -2,9 +2,9 @@
 
     y = merged_linear_lora(x, weight, bias, weights, batch, norm, activation, residual, alpha)     # None if it is not merged
 
-One token takes one launch, or two with a gate (row_product.py), and few tokens the two launches of their product and what is
-behind it (product.py). What `refuses_merging` names takes separate launches (separate.py, kernel.py): many tokens, of which
-adapters are a small part, few tokens with a gate, and quantised weights.
+One token takes one launch, or two with a gate (row_product.py). Few tokens take two launches, one for the product and one for
+what follows it (product.py). The calls that `refuses_merging` refuses take separate launches (separate.py, kernel.py): many
+tokens, for which adapters are a small part of the time, few tokens with a gate, and quantised weights.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from fa_serve.ops.ops_backend import Norm, Weight
 
 EVERY_PRODUCT = frozenset({"one token", "one token, gated", "few tokens", "few tokens, gated"})
 MERGED_PRODUCTS = EVERY_PRODUCT - {"few tokens, gated"}
-"""The switch: products that have adapters in their launches. Microseconds on one H200, separate launches and merged, 8B, one
-adapter: qkv 26.7 and 25.1 for 64 tokens, 33.9 and 17.4 for one; output 21.6 and 18.2, 21.1 and 12.9; down 49.9 and 42.0, 49.4
-and 33.5; one token with a gate 76.7 and 68.7. 64 tokens with a gate are left out: 77.5 and 74.1, but 99.6 and 109.0 with 32
-adapters. benchmarks/tuning/tune_lora.py times them, and tests/gpu/test_lora_gpu.py has found their bits right there."""
+"""The switch: the products whose launches compute adapters as well. Microseconds on one H200 for an 8B model and one adapter,
+first with separate launches and then merged: qkv 26.7 and 25.1 for 64 tokens, 33.9 and 17.4 for one; output 21.6 and 18.2, 21.1
+and 12.9; down 49.9 and 42.0, 49.4 and 33.5; one token with a gate 76.7 and 68.7. 64 tokens with a gate are left out: they take
+77.5 and 74.1, but 99.6 and 109.0 with 32 adapters. benchmarks/tuning/tune_lora.py times them, and tests/gpu/test_lora_gpu.py
+has checked their results on that GPU."""
 
 
 def merged_linear_lora(
@@ -36,7 +37,7 @@ def merged_linear_lora(
     residual: Tensor | None,
     alpha: float,
 ) -> Tensor | None:
-    """Arguments and result are those of `fa_serve.ops.linear_lora`; None for what `refuses_merging` refuses."""
+    """Arguments and result are those of `fa_serve.ops.linear_lora`; None for a call that `refuses_merging` refuses."""
     if refuses_merging(x, weight, weights, batch, activation) is not None:
         return None
     assert isinstance(weight, Tensor)
@@ -47,7 +48,7 @@ def merged_linear_lora(
 
 
 def refuses_merging(x: Tensor, weight: Weight, weights: LoraWeights, batch: LoraBatch, activation: str | None) -> str | None:
-    """Why adapters are not part of the launches of a product; None if they are."""
+    """Why the launches of a product do not compute its adapters; None if they do."""
     kind = ("one token" if len(x) == 1 else "few tokens") + ("" if activation is None else ", gated")
     if kind not in MERGED_PRODUCTS:
         return f"adapters are not merged with a product of {kind} (ops/lora/run.py:MERGED_PRODUCTS)"

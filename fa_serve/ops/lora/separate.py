@@ -1,6 +1,6 @@
-"""A product with adapters, one op after the other: for any backend, and for what no kernel computes with its product.
+"""A product with adapters, one op after the other: for any backend, and for adapters that no kernel merges with their product.
 
-The product of the base comes first, then the adapters, and what is behind a product comes last: a gate or a residual sum.
+The base product comes first, then the adapters, then the gate or the residual sum.
 """
 
 from __future__ import annotations

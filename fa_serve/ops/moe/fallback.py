@@ -1,7 +1,7 @@
 """The experts of a mixture and their choice in plain PyTorch, for devices without kernels.
 
-Each expert that is taken computes its tokens in one product, so which experts these are is read back from the device. A
-quantised expert is dequantised for that.
+Each expert that any token takes computes its tokens in one product. To know these experts, the host reads the choice back from
+the device. Quantised experts are dequantised first.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def torch_experts(
     """Arguments and result are those of `OpsBackend.experts`."""
     if not invariant or len(x) == 0:
         return _mixed(x, top_k_index, top_k_weights, experts)
-    # a library chooses its algorithm by the number of rows, so each row is computed alone
+    # a library chooses its algorithm by the number of rows, so each row is computed by itself
     rows = [slice(i, i + 1) for i in range(len(x))]
     parts = [
         _mixed(x[row], top_k_index[row], top_k_weights[row], experts, kept=None if kept is None else kept[row]) for row in rows
@@ -53,7 +53,7 @@ def torch_adapted_experts(
     gate_up: LowRankExperts | None,
     down: LowRankExperts | None,
 ) -> Tensor:
-    """As `fa_serve.ops.experts`, with an adapter of the first or the second product of each expert."""
+    """As `fa_serve.ops.experts`, with an adapter of the first product of each expert, of the second, or of both."""
     return _mixed(x, top_k_index, top_k_weights, experts, gate_up, down)
 
 
@@ -111,7 +111,7 @@ def torch_route(logits: Tensor, bias: Tensor | None, router: Router, dtype: torc
 
 
 def weights_of_choice(logits: Tensor, index: Tensor, router: Router) -> Tensor:
-    """The weights of experts that are chosen already, (tokens, top_k), differentiable, in float32 or wider."""
+    """The weights of experts that have already been chosen, (tokens, top_k), differentiable, in float32 or wider."""
     return _weights(_scores(logits.to(torch.promote_types(logits.dtype, torch.float32)), router), index, router)
 
 

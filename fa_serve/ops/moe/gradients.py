@@ -2,9 +2,10 @@
 
     y = experts_with_gradients(x, top_k_index, top_k_weights, experts)
 
-The forward keeps its input and what is gated, 2 * width numbers for each pair of a token and an expert; gated values are
-computed again. The backward pass sorts the pairs by expert. Its four products are those of each expert, grouped in one call
-where PyTorch has that for the dtype and the device. Left out: quantised experts, which are not trained.
+The forward keeps its input and the values before the gate, 2 * width numbers for each pair of a token and an expert. The
+backward pass computes the gated values again, and sorts the pairs by expert. Each of its four products has a part for each
+expert. One call computes all parts where PyTorch has grouped products for the dtype and the device. Left out: quantised
+experts, which are not trained.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from fa_serve.ops.select import select_ops
 
 def experts_with_gradients(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, experts: ExpertWeights) -> Tensor:
     """Arguments and result are those of `fa_serve.ops.experts`, with matrices and invariant rows."""
-    # tensors one by one, because autograd looks for gradients in no tuple
+    # tensors are passed one by one, because autograd does not look into tuples
     y: Tensor = _Experts.apply(x, top_k_index, top_k_weights, *experts)  # type: ignore[no-untyped-call]
     return y
 
@@ -52,7 +53,7 @@ class _Experts(OnceDifferentiable):
 
     @classmethod
     def gradients(cls, ctx: Any, saved: Sequence[Any], *grads: Tensor) -> tuple[Any, ...]:
-        with without_row_order():  # products of experts have one order for the same choice in any mode
+        with without_row_order():  # for the same choice of experts, these products have the same order of sums in any mode
             return (*_gradients_of(saved, ctx.needs_input_grad, ctx.gate, grads[0]), None)
 
 
@@ -67,7 +68,7 @@ def _gradients_of(
     token = pairs.order // top_k
     dout = dy[token]
     wide = torch.promote_types(x.dtype, torch.float32)
-    # the gradient of the weighted result: of h, and by their product of the weight itself
+    # multiplied by the score, this is the gradient of h; multiplied by h, it is the gradient of the score
     dgated = pairs.times(dout, down)
     score = scores.flatten()[pairs.order].to(wide).masked_fill(~pairs.known, 0.0)[:, None]
     with torch.enable_grad():
@@ -100,11 +101,11 @@ def _gradients_of(
 
 
 class _Pairs(NamedTuple):
-    """The pairs of a token and an expert, sorted by expert. Pairs of no expert are behind the others.
+    """The pairs of a token and an expert, sorted by expert. Pairs without an expert come last.
 
     order:  (pairs,) int64, the pair in each place
-    expert: (pairs,) int64, its expert, 0 for none; known: whether it has one
-    ends:   (num_experts,) int32, the place behind the last pair of each expert
+    expert: (pairs,) int64, the expert of that pair, 0 if it has none; known: whether it has one
+    ends:   (num_experts,) int32, the place after the last pair of each expert
     """
 
     order: Tensor
@@ -123,7 +124,7 @@ class _Pairs(NamedTuple):
         return _Pairs(order, expert.where(known, 0), known, ends)
 
     def times(self, rows: Tensor, weights: Tensor) -> Tensor:
-        """Each row (pairs, n) by the matrix (n, k) of its expert -> (pairs, k). Rows without an expert are anything."""
+        """Each row (pairs, n) by the matrix (n, k) of its expert -> (pairs, k). Arbitrary for rows without an expert."""
         if _has_grouped(rows, weights):
             return torch.nn.functional.grouped_mm(rows, weights, offs=self.ends)
         result = rows.new_zeros(len(rows), weights.shape[2])
@@ -146,7 +147,7 @@ class _Pairs(NamedTuple):
         return rows.new_zeros(len(self.ends), rows.shape[1]).index_add_(0, self.expert, kept)
 
     def _runs(self) -> list[tuple[int, slice]]:
-        """(expert, its places) for each expert that has pairs, which are read back from the device."""
+        """(expert, its places) for each expert that has pairs, read back from the device."""
         ends = [0, *self.ends.tolist()]
         return [(expert, slice(first, last)) for expert, (first, last) in enumerate(pairwise(ends)) if first < last]
 

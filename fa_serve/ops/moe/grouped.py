@@ -1,12 +1,14 @@
 """The products of many pairs on any GPU, in the order of experts: with matrices, or with quantised weights.
 
-A program computes a tile of the pairs of one expert. The grid has room for the most tiles that any routing may need; a program
-whose tile does not exist ends at once, so equal calls have equal bits and may be captured in a CUDA graph.
+A program computes a tile of the pairs of one expert. The grid has room for the most tiles that any routing may need, and a
+program whose tile does not exist ends at once. So launches do not depend on the routing: equal calls have equal bits and may be
+captured in a CUDA graph.
 
-Weights are read as models keep them: transposed weights are other strides, and interleaved gates are another step between rows.
-Quantised weights have no strides. They become numbers in registers (products/quantised/primitives.py), and a tile is then the
-product of weights and inputs instead of inputs and weights. Where an expert has very many pairs, the matrices of some experts
-at a time are dequantised first. Left out: the launches before and after the products (order.py), and the kernels for Hopper.
+Weights are read as models keep them: transposed weights only have different strides, and interleaved gates a different step
+between rows. Quantised weights have no strides. They become numbers in registers (products/quantised/primitives.py), and a tile
+is then the product of weights and inputs instead of inputs and weights. If experts have very many pairs, the matrices of some
+experts at a time are dequantised first. Left out: the launches before and after the products (order.py), and the kernels for
+Hopper.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ from fa_serve.ops.products.quantised.primitives import add_products
 from fa_serve.ops.products.quantised.weight import QuantizedWeight
 
 MATRIX_BYTES = 512 << 20
-"""What the matrices of experts may take that are dequantised at once."""
+"""The most memory for the matrices of the experts that are dequantised at once."""
 
 
 @triton.jit
@@ -79,11 +81,11 @@ def _grouped_linear(
     """A program computes one tile of the output, for up to BLOCK_M pairs of one expert.
 
     GATED: x has a row for each token, and the output a row for each place in `order`. Output n is gated from the rows n * STEP
-    and n * STEP + UP of the weights, which are neighbours in the tile: the product has the form of any other one.
-    Otherwise x has a row for each place in `order`, the output a row for each pair, and output n is row n of the weights.
+    and n * STEP + UP of the weights, which are neighbours in the tile, so that the product itself is the same as without a
+    gate. Otherwise x has a row for each place in `order`, the output a row for each pair, and output n is row n of the weights.
     Consecutive programs compute the tiles of the same pairs, so that they share their rows of x in the L2 cache.
 
-    kept_ptr: gets what is gated, a row of COLUMNS for each pair; None: nobody needs it
+    kept_ptr: gets the values before the gate, a row of COLUMNS for each pair; None if nobody needs them
 
     GROUP, VALUES and PARTS describe weights that have scales, see products/quantised/primitives.py.
     """
@@ -94,13 +96,13 @@ def _grouped_linear(
     if expert >= NUM_EXPERTS:
         return
     places = first + tl.arange(0, BLOCK_M)
-    # rows behind the end are computed from another row of the expert, and are not stored
+    # places past the end repeat the last pair of the expert, and are not stored
     pairs = tl.load(order_ptr + tl.minimum(places, end - 1)).to(tl.int64)
     columns = tl.program_id(0) % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = pairs // TOP_K if GATED else tl.minimum(places, end - 1).to(tl.int64)
     which = rows_of_weights(columns, GATED, STEP, UP)
     if scales_ptr is not None:
-        # rows behind those of the expert are another expert's, and are not stored
+        # rows past those of the expert belong to another expert, and are not stored
         all_rows = expert.to(tl.int64) * COLUMNS + which
         sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
         sums = add_products(
@@ -156,14 +158,14 @@ def _grouped_linear(
 
 
 def plan_grouped(product: Product, tile: GroupedTile, weight: Weight, bias: Tensor | None, gate: Gate | None) -> ExpertProduct:
-    """One launch. weight, bias: of a call, for their strides"""
+    """One launch. weight, bias: those of a call, for their strides"""
     return _plan_product(product, tile, weight_strides(weight, bias), gate, product.num_experts)
 
 
 def _plan_product(
     product: Product, tile: GroupedTile, strides: tuple[int, ...], gate: Gate | None, num_experts: int
 ) -> ExpertProduct:
-    """strides: of the weight and of its bias; num_experts: of the weight, which may be some of the product's"""
+    """strides: of the weight and of its bias; num_experts: experts in the weight, which may have only some of the product's"""
     n = product.outputs
     pdl = product.is_programmatic
     launch = Launch(
@@ -223,7 +225,7 @@ def plan_dequantised(
 def experts_at_once(num_experts: int, matrix_bytes: int) -> int:
     """How many experts are dequantised at once: as many as MATRIX_BYTES hold, in equal parts.
 
-    The number is a multiple of 4, by which the addresses of the parts' first elements are multiples of 16 bytes.
+    The number is a multiple of 4, so that the first element of each part has an address that is a multiple of 16 bytes.
     """
     most = max(MATRIX_BYTES // matrix_bytes // 4 * 4, 4)
     parts = -(-num_experts // most)

@@ -8,16 +8,16 @@ BLOCK_N rows of its weights:
                the tokens (cp.async)
     consumers  multiply 64 pairs each by asynchronous warpgroup MMAs (wgmma), add biases, gate, round and store
 
-Each stage of the ring has a "full" and an "empty" mbarrier. The producer runs on into the next tile while consumers store.
-The second consumer begins `lag` blocks after the first one, so that one has the tensor cores while the other one stores. A
+Each stage of the ring has a "full" and an "empty" mbarrier. The producer runs on into the next tile while consumers store. The
+second consumer begins `lag` blocks after the first one, so that one uses the tensor cores while the other one stores. A
 consumer whose 64 pairs do not exist multiplies nothing, so that the last tile of an expert wastes less than 64 rows.
 
-Rows behind the end of an expert are computed and not stored: those of the second product are inputs of the next expert, which
-reach only their own rows of the output. Rows of weights behind the last one are those of the next expert or zeros, and reach
+Rows past the end of an expert are computed but not stored. In the second product they are inputs of the next expert, which
+affect only their own rows of the output. Rows of weights past the last one belong to the next expert or are zeros, and affect
 only columns that are not stored.
 
 Weights have contiguous rows, or contiguous columns (`transposed`, gpt-oss); the kernels differ in the box of a copy and in the
-order of an operand. Left out: the launches beside it (order.py), other dtypes (grouped.py), and quantised weights
+order of an operand. Left out: the other launches (order.py), other dtypes (grouped.py), and quantised weights
 (unpack_wgmma.py).
 """
 
@@ -102,18 +102,18 @@ class MatrixVariant:
 
     @property
     def lag(self) -> int:
-        """Where a tile has fewer blocks than the ring, the first consumer could be two tiles ahead, which one barrier cannot
-        tell."""
+        """The tile's lag; 0 if a tile has fewer blocks than the ring has stages, because the first consumer could then be two
+        tiles ahead, which one barrier cannot represent."""
         return self.tile.lag if self.blocks >= self.tile.stages >= self.tile.lag else 0
 
     @property
     def copied_bytes(self) -> int:
-        """What the copy engine brings to a stage."""
+        """The bytes that the copy engine brings to a stage."""
         return 2 * BLOCK_K * (self.tile.block_n + (0 if self.gated else BLOCK_M))
 
     @property
     def arrivals(self) -> int:
-        """What makes a stage full: the copy engine's bytes, and the copies of 128 threads if these gather."""
+        """Arrivals that make a stage full: one with the copy engine's bytes, and one of each of 128 threads if these gather."""
         return 129 if self.gated else 1
 
     @property
@@ -124,7 +124,7 @@ class MatrixVariant:
 
     @property
     def box_shape(self) -> list[int]:
-        """The same memory as boxes, two for each stage. A swizzled row has 64 columns, and their rows are contiguous."""
+        """Shape of the same memory as boxes, two for each stage. Swizzled rows have 64 columns, and a box is contiguous."""
         half = self.tile.block_n // 2
         box = [BLOCK_K, half] if self.transposed else [half, BLOCK_K]
         return [2 * self.tile.stages, *box]
@@ -136,12 +136,12 @@ class MatrixVariant:
 
 
 class MatrixArgs(NamedTuple):
-    """What the partitions read: the kernel's arguments, the rings of inputs and weights, the latter's boxes, where each
-    consumer rearranges outputs, and barriers.
+    """What the partitions read: the kernel's arguments, the rings of inputs and weights, the weights as boxes, the memory in
+    which each consumer rearranges outputs, and barriers.
 
     w, x:  tensor descriptors; x_ptr: the same tensor as x, for the first product
-    total: tiles that may exist
-    lead:  says that the first consumer has begun a tile
+    total: number of tiles that may exist
+    lead:  barrier that says that the first consumer has begun a tile
     """
 
     w: gl.tensor
@@ -166,7 +166,7 @@ class MatrixArgs(NamedTuple):
 
 
 class PairTile(NamedTuple):
-    """The expert of a tile, the place of its first pair, and the end of that expert's places. Without a pair, no tile
+    """The expert of a tile, the place of its first pair, and the end of that expert's places. If a tile has no pair, no tile
     follows."""
 
     expert: gl.tensor
@@ -207,7 +207,7 @@ def matrix_producer(args, var: gl.constexpr):
         upcoming = pair_tile(index + gl.num_programs(0), args, var)
         row0, row1 = weight_rows(index % var.tiles_n, var)
         if var.gated:
-            # pairs that do not exist are the last ones
+            # places past the end repeat the last pair
             places = gl.minimum(tile.first + gl.arange(0, 128, layout=gl.SliceLayout(1, COPY)), tile.end - 1)
             tokens = gl.load(args.order + places) // var.top_k
             columns = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(0, COPY)), 0)
@@ -236,7 +236,7 @@ def matrix_producer(args, var: gl.constexpr):
 
 @gluon.jit
 def _multiply_blocks(acc, start: gl.constexpr, end: gl.constexpr, count, args, group: gl.constexpr, var: gl.constexpr):
-    """Add the products of a tile's blocks [start, end) of columns. The last one runs on, and its stage is not released."""
+    """Add the products of a tile's blocks [start, end) of columns. The last one still runs: its stage is not released."""
     STAGES: gl.constexpr = var.tile.stages
     for block in range(start, end):
         at = count + block
@@ -301,7 +301,7 @@ def _add_bias(acc, expert, tile_n, args, var: gl.constexpr):
 @gluon.jit
 def _silu_gate(gate, up, args, var: gl.constexpr):
     """`gated_values` with SiLU in few instructions: gate * up / (1 + exp(-slope * gate)). If the exponential is inf, the output
-    is 0. A thread gates 64 values while the tensor cores have at most half of their work."""
+    is 0. Instructions matter: while a thread gates 64 values, the tensor cores have at most half of their work."""
     if var.limited:
         gate = gl.where(gate > args.limit, args.limit, gate)
         up = gl.where(up > args.limit, args.limit, up)
@@ -313,7 +313,7 @@ def _silu_gate(gate, up, args, var: gl.constexpr):
 
 @gluon.jit
 def _gate(acc, args, var: gl.constexpr):
-    """The outputs [64, outputs] of sums of gates and up values, which one thread has both of."""
+    """The outputs [64, outputs] from the sums of gates and up values. One thread has both sums of an output."""
     OUTPUTS: gl.constexpr = var.outputs
     if var.halves:
         gate, up = halves_of_columns(acc, 2 * OUTPUTS)
@@ -333,8 +333,8 @@ def halves_of_columns(x, WIDTH: gl.constexpr):
 
 @gluon.jit
 def _store_columns(y, column, rows, keep, args, group: gl.constexpr, WIDTH: gl.constexpr, var: gl.constexpr):
-    """Store columns [column, column + WIDTH) of 64 rows, 64 at a time: through shared memory, after which 8 threads write 128
-    bytes of a row."""
+    """Store columns [column, column + WIDTH) of 64 rows, 64 columns at a time. They pass through shared memory, so that 8
+    threads write 128 neighbouring bytes of a row."""
     STORED: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     if WIDTH > 64:
         left, right = halves_of_columns(y, WIDTH)
@@ -398,7 +398,7 @@ def experts_matrix(
     stride_be,
     var: gl.constexpr,
 ):
-    """tiles: (tiles, 3) int32, as `order._list_tiles` writes them; order: as `order._sort_pairs` does"""
+    """tiles: (tiles, 3) int32, as `order._list_tiles` writes them; order: as `order._sort_pairs` writes it"""
     STAGES: gl.constexpr = var.tile.stages
     LAYOUT: gl.constexpr = w_desc.layout
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
@@ -458,7 +458,7 @@ def experts_matrix(
 def plan_expert_matrices(
     product: Product, tile: MatrixTile, weight: Tensor, bias: Tensor | None, gate: Gate | None
 ) -> ExpertProduct:
-    """One launch. weight, bias: of a call, for their strides"""
+    """One launch. weight, bias: those of a call, for their strides"""
     stride_be = 0 if bias is None else bias.stride(0)
     launch = plan_matrix_tiles(product, tile, gate, most_tiles(product, tile.block_m), stride_be, weight.stride(2) != 1)
 
@@ -476,8 +476,8 @@ def plan_matrix_tiles(
     """The launch of a product with the weights of all experts, in `tiles` tiles of pairs, on (weight, x, x, bias, order, list
     of tiles, out).
 
-    gate:       gates pairs of outputs, and the input has a row for each token; else the input has a row for each place
-    stride_be:  of biases, by expert
+    gate:       if given, pairs of outputs are gated, and the input has a row for each token; else it has a row for each place
+    stride_be:  stride of the biases from one expert to the next
     transposed: the weight, (num_experts, rows, k), is contiguous when its last two dimensions are exchanged
     """
     n = product.outputs

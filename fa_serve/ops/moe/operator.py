@@ -21,7 +21,7 @@ _NAME = "fa_serve::experts"
 
 
 def call_operator(x: Tensor, top_k_index: Tensor, top_k_weights: Tensor, experts: ExpertWeights) -> Tensor:
-    """Arguments and result are those of `fa_serve.ops.experts`, whose rows may depend on each other in their last bits."""
+    """Arguments and result are those of `fa_serve.ops.experts`. The last bits of a row may depend on the other rows."""
     gate_up, gate_up_bias, down, down_bias, gate = experts
     weights = (*_flat(gate_up), gate_up_bias, *_flat(down), down_bias)
     y: Tensor = torch.ops.fa_serve.experts(x, top_k_index, top_k_weights, *weights, *gate)
@@ -47,7 +47,7 @@ def compute(
     *gate: Any,
     invariant: bool = False,
 ) -> Tensor:
-    """What the operator runs. Its arguments are those of `fa_serve.ops.experts`, flat."""
+    """What the operator runs. Its arguments are those of `fa_serve.ops.experts`, flattened."""
     first = _weight(gate_up, gate_up_scales, gate_up_zeros, gate_up_group, gate_up_width)
     second = _weight(down, down_scales, down_zeros, down_group, down_width)
     experts = ExpertWeights(first, gate_up_bias, second, down_bias, Gate(*gate))

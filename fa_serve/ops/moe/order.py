@@ -1,9 +1,9 @@
-"""The order of pairs, before and after the products of experts: sorted by expert, listed in tiles, and summed again.
+"""Pairs before and after the products of experts: they are sorted by expert, listed in tiles, and summed in the end.
 
 A *pair* is one token at one of its experts; pair p belongs to token p // top_k. `_sort_pairs` puts the pairs in the order of
-their experts, `_list_tiles` finds the tiles of kernels that do not look for them, and `_sum_experts` adds the pairs of each
-token. No kernel uses atomics, and nothing is read back to the host. A number that is none of the experts, which expert
-parallelism uses for those of another process, adds nothing.
+their experts, `_list_tiles` lists tiles for kernels that do not find them by themselves, and `_sum_experts` adds the pairs of
+each token. No kernel uses atomics, and nothing is read back to the host. A number that belongs to no expert adds nothing;
+expert parallelism uses such numbers for the experts of another process.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from fa_serve.launching.launch import Launch, launch_options, power_of_2
 from fa_serve.ops.products.problem import Product
 
 SORT_BLOCKS = (1024, 8192)
-"""Pairs that a program of the sort reads at once, for up to four times as many and for more."""
+"""Pairs that a program of the sort reads at once: the first number for up to four times as many pairs, the second for more."""
 SUM_BLOCK = 1024
 
 
 class Places(NamedTuple):
     """Where the pairs of each expert are: what `_sort_pairs` and `_list_tiles` write.
 
-    order:  (pairs,) int32
-    starts: (num_experts + 1,) int32
+    order:  (pairs,) int32, the pair in each place
+    starts: (num_experts + 1,) int32, where each expert begins in `order`, and where the last one ends
     tiles:  (tiles, 3) int32, or None if no product needs them
     """
 
@@ -40,10 +40,10 @@ class Places(NamedTuple):
 
 @triton.jit(do_not_specialize=["pairs"])
 def _sort_pairs(index_ptr, order_ptr, starts_ptr, pairs, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """Program e writes the pairs of expert e in ascending order, behind those of the experts before e.
+    """Program e writes the pairs of expert e in ascending order, after those of the experts before e.
 
     order:  (pairs,) int32
-    starts: (num_experts + 1,) int32, where each expert begins in `order`, and their end
+    starts: (num_experts + 1,) int32, where each expert begins in `order`, and where the last one ends
     """
     wait_for_previous_kernel(PDL)
     expert = tl.program_id(0)
@@ -120,10 +120,10 @@ def _sum_experts(
 
 
 ExpertProduct = Callable[..., None]
-"""What a plan of one product of many pairs is: it takes x, the weights of all experts, their biases, the places of pairs and
-the tensor that it computes. A gated product reads a row of x for each token and writes one for each place; the other one reads
-a row for each place and writes one for each pair. The gated product of the kernel `grouped` takes the tensor for what is gated
-as well, see `OpsBackend.experts`."""
+"""The plan of one product of many pairs: a function of x, the weights of all experts, their biases, the places of pairs and the
+tensor for the result. A gated product reads a row of x for each token and writes a row for each place; the other product reads
+a row for each place and writes a row for each pair. The gated product of the kernel `grouped` also takes a tensor for the
+values before the gate, see `OpsBackend.experts`."""
 
 
 def plan_sort(product: Product) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
@@ -150,7 +150,7 @@ def plan_sort(product: Product) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
 
 
 def most_tiles(product: Product, block_m: int) -> int:
-    """The most tiles of pairs that any routing may need: each expert that is met wastes less than one tile."""
+    """The most tiles of pairs that any routing may need: each expert that is taken wastes less than one tile."""
     return (product.pairs + (block_m - 1) * min(product.num_experts, product.pairs)) // block_m
 
 

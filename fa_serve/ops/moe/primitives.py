@@ -1,8 +1,7 @@
 """What the kernels of a mixture's experts share: gates, rows of weights, and how a weight is passed to a kernel.
 
 Kernels take a weight as data, scales and zero points. A matrix has strides instead of scales, so the constants that describe
-quantised weights (GROUP, VALUES, PARTS, see products/quantised/primitives.py) say nothing about it. Left out: kernels and
-tiles.
+quantised weights (GROUP, VALUES, PARTS, see products/quantised/primitives.py) mean nothing for it. Left out: kernels and tiles.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ def gated_values(gate, up, slope, limit, offset, KIND: tl.constexpr):
 
 @triton.jit
 def rows_of_weights(columns, GATED: tl.constexpr, STEP: tl.constexpr, UP: tl.constexpr):
-    """The rows of the weights in the columns of a tile. Gated, two columns that are neighbours give one output."""
+    """The rows of the weights in the columns of a tile. If GATED, two neighbouring columns give one output."""
     rows = columns
     if GATED and UP != 1:  # interleaved rows are neighbours already, and contiguous where the weights are transposed
         rows = columns // 2 * STEP + columns % 2 * UP
@@ -56,7 +55,7 @@ def rows_of_outputs(gate: Gate | None, width: int) -> tuple[bool, int, int, int]
 
 
 def weight_strides(weight: Weight, bias: Tensor | None) -> tuple[int, ...]:
-    """The strides of a matrix, of which quantised weights have none, and of its bias."""
+    """The strides of a matrix, which are 0 for quantised weights, and of its bias."""
     of_weight = (0, 0, 0) if isinstance(weight, QuantizedWeight) else weight.stride()
     return (*of_weight, 0 if bias is None else bias.stride(0))
 
@@ -78,7 +77,7 @@ def expert_tensors(weight: Weight) -> tuple[Tensor, Tensor | None, Tensor | None
 
 
 def kernel_constants(product: Product, *, by_rows: bool = False) -> tuple[int, int, int]:
-    """GROUP, VALUES and PARTS of the kernels. by_rows: columns are read in units, and not in blocks"""
+    """GROUP, VALUES and PARTS of the kernels. by_rows: columns are read in units instead of blocks"""
     if product.values == "float":
         return 0, 0, 1
     unit = unit_columns(product) if by_rows else BLOCK_COLUMNS

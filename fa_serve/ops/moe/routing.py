@@ -1,8 +1,8 @@
 """The choice of a mixture's experts: scores, the best groups, the best experts and their weights in one kernel.
 
-A program handles one token, whose scores it holds in registers, and takes the largest one top_k times. Of equal ones it takes
-the first. On Hopper and later GPUs it is launched programmatically, see `primitives.wait_for_previous_kernel`. This module
-leaves out the product that gives the logits.
+A program handles one token. It holds the scores of the token in registers, and takes the largest score top_k times; of equal
+scores it takes the first. On Hopper and later GPUs it is launched programmatically, see `primitives.wait_for_previous_kernel`.
+This module leaves out the product that computes the logits.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fa_serve.ops.ops_backend import Router
 
 @triton.jit
 def _in_best_groups(choice, NUM_GROUPS: tl.constexpr, SIZE: tl.constexpr, TOP_GROUPS: tl.constexpr):
-    """The values of TOP_GROUPS groups; others become -inf. A group counts by the sum of its two largest values."""
+    """The values of the TOP_GROUPS best groups; others become -inf. Groups are ranked by the sum of their two largest."""
     grouped = tl.reshape(choice, [NUM_GROUPS, SIZE])
     best = tl.argmax(grouped, 1)
     others = tl.where(tl.arange(0, SIZE)[None, :] == best[:, None], float("-inf"), grouped)

@@ -1,9 +1,9 @@
 """The experts of a mixture for few tokens: each pair reads its expert's weights by itself, row by row.
 
-Two launches without a sort, in the manner of `products/row.py`: there the time is that of reading the weights. `_gated_rows`
-computes the gated values of each pair, and `_mixed_rows` the weighted sum over the experts of each token. On Hopper and later
-GPUs they are launched programmatically, see `primitives.wait_for_previous_kernel`, and `_mixed_rows` requests its weights while
-`_gated_rows` ends. Left out: many tokens.
+Two launches without a sort, as in `products/row.py`: the time is that of reading the weights. `_gated_rows` computes the gated
+values of each pair, and `_mixed_rows` the weighted sum over the experts of each token. On Hopper and later GPUs they are
+launched programmatically, see `primitives.wait_for_previous_kernel`, and `_mixed_rows` requests its weights while `_gated_rows`
+ends. Left out: many tokens.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from fa_serve.ops.products.table import KernelChoice
 
 @triton.jit
 def _load_tile(w_ptr, experts, known, rows, k, strides, N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr):
-    """[PLACES, BLOCK_N, BLOCK_K]: rows and columns k of the (N, K) matrices of several experts; 0 for those not known."""
+    """[PLACES, BLOCK_N, BLOCK_K]: rows and columns k of the (N, K) matrices of several experts; 0 for experts that are not
+    `known`."""
     stride_we, stride_wn, stride_wk = strides
     offsets = experts[:, None, None] * stride_we + rows.to(tl.int64)[None, :, None] * stride_wn + k[None, None, :] * stride_wk
     keep = known[:, None, None] & (k < K)[None, None, :]
@@ -45,7 +46,8 @@ def _load_tile(w_ptr, experts, known, rows, k, strides, N: tl.constexpr, K: tl.c
 def _load_columns(x_ptr, known, k, K: tl.constexpr):
     """[PLACES, 1, BLOCK_K]: columns k of the input of each place.
 
-    With the dimensions of a tile of rows, a thread loads the columns that it has of the tile, and threads exchange nothing.
+    The result has the dimensions of a tile of weights, so a thread loads just the columns of its part of that tile, and threads
+    exchange nothing.
     """
     return tl.load((x_ptr + k[None, :])[:, None, :], mask=known[:, None, None] & (k < K)[None, None, :], other=0.0)
 
@@ -68,7 +70,7 @@ def _dot_matrices(
 ):
     """[PLACES, BLOCK_N] float32: the products of x (PLACES, K) with rows of the matrices of the expert in each place.
 
-    WAITS: the first weights are loaded, and then the kernel that computes x is waited for
+    WAITS: load the first weights, then wait for the kernel that computes x
     """
     PLACES: tl.constexpr = experts.shape[0]
     STEPS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
@@ -82,8 +84,8 @@ def _dot_matrices(
     wait_for_previous_kernel(WAITS)
     x = _load_columns(x_ptr, known, k, K)
     acc = tl.zeros([PLACES, BLOCK_N, BLOCK_K // VECTOR], tl.float32)
-    # ptxas keeps the tiles of a loop in the same registers, so it loads each after the last use of the one before. It does not
-    # for unrolled steps
+    # in a loop, ptxas keeps all tiles in the same registers, so it loads a tile only after the last use of the previous one. In
+    # unrolled steps it does not
     for group in tl.range(0, GROUPS):
         loaded = tiles
         for step in tl.static_range(UNROLL):
@@ -94,7 +96,7 @@ def _dot_matrices(
             if GROUPS > 1 or step + STAGES < STEPS:
                 ahead = columns + STAGES * BLOCK_K
                 loaded += (_load_tile(w_ptr, experts, known, rows, ahead, strides, N, K, BLOCK_N),)
-            # a thread adds the products of neighbouring columns, because sums of each column would take many registers
+            # a thread adds the products of neighbouring columns, because a sum for each column would take many registers
             products = loaded[step].to(tl.float32) * x.to(tl.float32)
             acc += tl.sum(tl.reshape(products, [PLACES, BLOCK_N, BLOCK_K // VECTOR, VECTOR]), 3)
             x = next_x
@@ -165,7 +167,7 @@ def _gated_rows(
     PDL: tl.constexpr,
 ):
     """A program computes BLOCK_N / 2 gated elements of one pair, from BLOCK_N rows of the weights."""
-    wait_for_previous_kernel(PDL, True)  # `_mixed_rows` reads the router's choice ahead
+    wait_for_previous_kernel(PDL, True)  # `_mixed_rows` reads the router's choice before it waits
     ROWS: tl.constexpr = 2 * N
     blocks = tl.cdiv(ROWS, BLOCK_N)
     pair = (tl.program_id(0) // blocks).to(tl.int64)
@@ -224,10 +226,10 @@ def _mixed_rows(
 ):
     """A program computes BLOCK_N elements of one token: the weighted sum over its experts. x has a row for each pair.
 
-    The choice of experts and weights are read before the wait. That is safe because `_gated_rows` is always the kernel before:
-    this kernel starts when each program of that one has let it start, which each does behind its own wait. So all kernels
-    before `_gated_rows` have completed, the router among them, and only x is still being written. The choice is read past the
-    L1 cache, which may hold what an earlier layer had at the same address.
+    The choice of experts and the weights are read before the wait. This is safe because `_gated_rows` is always the previous
+    kernel: this kernel starts once every program of `_gated_rows` has let it start, which each of them does only after its own
+    wait. So all kernels before `_gated_rows`, including the router, have completed, and only x is still being written. The
+    choice is read from the L2 cache, because the L1 cache may hold what an earlier layer had at the same address.
     """
     blocks = tl.cdiv(N, BLOCK_N)
     token = (tl.program_id(0) // blocks).to(tl.int64)
@@ -267,7 +269,7 @@ def _mixed_rows(
 def plan_rows(first: KernelChoice, second: KernelChoice, products: tuple[Product, Product], experts: ExpertWeights) -> Run:
     """A plan of two launches, for a call of `fa_serve.ops.experts` with contiguous tensors.
 
-    products: the gated one, and the other one
+    products: the gated one, then the one with the down weights
     """
     gated_product, mixed_product = products
     tokens = gated_product.tokens

@@ -2,14 +2,14 @@
 
     y = compute_experts(x, top_k_index, top_k_weights, experts, invariant)             # fa_serve.ops.experts
 
-Many tokens take four launches, or five. The pairs of a token and an expert are sorted by expert (order.py); one product with
-the gate and up weights, whose results are gated, and one with the down weights multiply the pairs of each expert; and the pairs
-of each token are added. Few tokens take two launches without a sort (rows.py). Which kernels multiply is chosen by
-products/table.py, for each of both products. Nothing is read back to the host, so equal calls have equal bits and may be
-captured in a CUDA graph.
+Many tokens take four launches, or five if a kernel needs a list of its tiles. The pairs of a token and an expert are sorted by
+expert (order.py). For the pairs of each expert, one product multiplies by the gate and up weights and gates the results, and
+another one multiplies these by the down weights. Then the pairs of each token are added. Few tokens take two launches without a
+sort (rows.py). products/table.py chooses the kernels of both products. Nothing is read back to the host, so equal calls have
+equal bits and may be captured in a CUDA graph.
 
 On Hopper and later GPUs all launches are programmatic, see `primitives.wait_for_previous_kernel`: each layer of a mixture has
-several short ones. Left out: the choice of experts, which is the model's router, and experts that every token takes.
+several short launches. Left out: the choice of experts, which is the model's router, and experts that every token takes.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def compute_experts(
 
 
 def products_of(x: Tensor, index: Tensor, experts: ExpertWeights, invariant: bool) -> tuple[Product, Product]:
-    """Both products of a call, on the device of x: the gated one, and the other one."""
+    """Both products of a call, on the device of x: the gated one, then the one with the down weights."""
     tokens, top_k = index.shape
     arch = spec.arch_of(x.device)
     num_sms = multiprocessors(x.device, 1)
@@ -65,7 +65,7 @@ def products_of(x: Tensor, index: Tensor, experts: ExpertWeights, invariant: boo
 
 
 def plan_experts(products: tuple[Product, Product], experts: ExpertWeights) -> Run:
-    """Decide about calls that look like this one. experts: of a call, for their strides and the gate"""
+    """Plan all calls that look like this one. experts: those of a call, for their strides and the gate"""
     first, second = (select_kernel(product) for product in products)
     if first.kernel.whole and second.kernel.whole:
         run: Run = first.kernel.load()(first, second, products, experts)

@@ -1,7 +1,7 @@
-"""Tiles of the products of experts, which follow from a product alone. This module imports no Triton. Left out: the kernels.
+"""Tiles of the products of experts, which depend only on the product. This module imports no Triton. Left out: the kernels.
 
-Tiles of many pairs are chosen by the average of pairs for each expert. Deterministic mode has an average of 0, because a tile
-that depends on the number of rows would change the order of sums.
+Tiles for many pairs are chosen by the average number of pairs for each expert. Deterministic mode takes an average of 0,
+because a tile that depends on the number of rows would change the order of sums.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def expert_row_tile(product: Product) -> ExpertRowTile:
     144 KB in flight. Other tiles of that kernel are within 2% on one H200.
 
     8 warps of `_mixed_rows` have 8 experts, one each, or fewer experts with several warps each. With 8 experts of 2048 rows all
-    programs of a token run at once: 4 of 56 registers on each SM, which have 64 KB in flight before they wait.
+    programs of a token run at once: 4 on each SM, with 56 registers for a thread and 64 KB in flight before they wait.
     """
     width = power_of_2(product.k)
     if product.matrix_dtype is None:
@@ -72,10 +72,10 @@ def grouped_tile(product: Product) -> GroupedTile:
 def grouped_matrix_tile(product: Product) -> GroupedTile:
     """The tile of the portable kernel with matrices, also with those that were dequantised.
 
-    A tile of 16 pairs wastes least where experts have few, and one of 128 uses tensor cores best. Stages fit in the shared
-    memory of each architecture (arch 0 is ROCm, with 64 KiB). float32 is multiplied without tensor cores. Those of Hopper are
-    the fastest of eight on one H200, at the sizes of Qwen3-30B-A3B and gpt-oss-20b with 1 to 8192 tokens. The others are not
-    measured.
+    A tile of 16 pairs wastes least where experts have few pairs, and a tile of 128 pairs uses tensor cores best. Stages fit in
+    the shared memory of each architecture (arch 0 is ROCm, with 64 KiB). float32 is multiplied without tensor cores. The tiles
+    for Hopper are the fastest of eight on one H200, at the sizes of Qwen3-30B-A3B and gpt-oss-20b with 1 to 8192 tokens. The
+    other tiles are not measured.
     """
     pairs_per_expert = product.pairs_per_expert
     if product.dtype.itemsize == 4:
@@ -97,10 +97,10 @@ def grouped_matrix_tile(product: Product) -> GroupedTile:
 def _grouped_unpack_tile(product: Product) -> GroupedTile:
     """The tile of the portable kernel with quantised weights, whose block_k follows from their format.
 
-    Weights go to tensor cores from registers, so a tile has 64 rows of weights, and up to 64 pairs: that of a dense product
-    (`unpack_linear_tile`), which is the fastest of five there. A second tile of an expert unpacks its weights again, which
-    costs more than tensor cores that multiply with nothing. So a tile has room for the average and 2.5 of its roots, as random
-    routing needs for 99% of the experts. This is derived and has not been measured.
+    Weights go to tensor cores from registers, so a tile has 64 rows of weights, and up to 64 pairs, like the tile of a dense
+    product (`unpack_linear_tile`), which is the fastest of five. A second tile of an expert unpacks its weights again, which
+    costs more than multiplying with padding. So a tile has room for the average number of pairs plus 2.5 times its square root,
+    which random routing needs for 99% of the experts. This is derived and has not been measured.
     """
     if product.dtype.itemsize == 4:
         return GroupedTile(16, 32, 32, 4, 2)
@@ -125,9 +125,10 @@ class GroupedWgmmaTile(NamedTuple):
 def grouped_wgmma_tile(product: Product) -> GroupedWgmmaTile:
     """The tile of the Hopper kernel for quantised experts. It is derived and has not been measured.
 
-    A second tile of an expert unpacks its weights again, so a tile has room for the average and 2.5 of its roots, as random
-    routing needs for 99% of the experts. 128 rows of weights share the input that a tile copies; registers suffice for 128
-    pairs. Then tensor cores are busy for 1,024 cycles with half a block, and 256 threads unpack it in 450 to 620.
+    A second tile of an expert unpacks its weights again, so a tile has room for the average number of pairs plus 2.5 times its
+    square root, which random routing needs for 99% of the experts. 128 rows of weights share the input that a tile copies;
+    registers suffice for 128 pairs. Then tensor cores are busy for 1,024 cycles with half a block, and 256 threads unpack it in
+    450 to 620.
     """
     for block_m, most in ((16, 8), (32, 20), (64, 48)):
         if product.pairs_per_expert <= most:
@@ -138,12 +139,13 @@ def grouped_wgmma_tile(product: Product) -> GroupedWgmmaTile:
 def one_expert_tile(product: Product) -> GroupedWgmmaTile:
     """The tile of the same kernel for 129 to 512 tokens with a dense weight.
 
-    With 256 tokens and 128 rows 34 of 128 sums of a thread are spilled, and it is still faster than half of the tokens or half
-    of the rows for 256 tokens of 28672 x 4096 on one H100. With fewer rows most multiprocessors would have no tile.
+    In a tile of 256 tokens by 128 rows, a thread spills 34 of its 128 sums. For 256 tokens of 28672 x 4096 on one H100, this
+    tile is still faster than one with half of the tokens or half of the rows. For weights with fewer rows, it would leave most
+    multiprocessors without a tile.
 
-    256 tokens of 4096 x 14336 take three times as long as their products alone. A multiprocessor has one program of four
-    warps, which waits for copies and products in turn, although its shared memory holds two. So two programs share the columns
-    where there are too few tiles for two on each multiprocessor.
+    256 tokens of 4096 x 14336 take three times as long as only their products would: a multiprocessor has one program of four
+    warps, which waits for copies and products in turn, although its shared memory holds two programs. So two programs share the
+    columns where there are too few tiles for two on each multiprocessor.
     """
     if -(-product.n // 128) >= product.num_sms:
         return GroupedWgmmaTile(256, 128)

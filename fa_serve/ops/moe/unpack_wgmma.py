@@ -1,12 +1,12 @@
 """The products of quantised experts on Hopper, in Gluon: unpacked weights from registers to `wgmma`.
 
-A program multiplies BLOCK_N rows of one expert's weights with up to BLOCK_M of its pairs, as `grouped._grouped_linear`
-does. Weights become pairs of numbers (products/quantised/pairs.py), which takes 2.9 to 4.3 instructions for a weight with
-everything in the loop, where the portable kernel takes 5.0 to 8.9. They are unpacked while the tensor cores multiply the half
-of a block before them. Columns are copied to shared memory asynchronously, the input a half of a block ahead and the weights at
-least as much. A tile of up to 128 pairs unpacks weights for more products than one of 64. The same kernel multiplies a dense
-weight with 129 to 512 tokens, as if it were the only expert. Left out: inputs that are not bfloat16, and the launches beside it
-(order.py).
+A program multiplies BLOCK_N rows of one expert's weights with up to BLOCK_M of its pairs, as `grouped._grouped_linear` does.
+Weights become pairs of numbers (products/quantised/pairs.py). Counting everything in the loop, this takes 2.9 to 4.3
+instructions for a weight, where the portable kernel takes 5.0 to 8.9. Weights are unpacked while the tensor cores multiply the
+previous half of a block. Columns are copied to shared memory asynchronously, the input half a block ahead and the weights at
+least as far. In a tile of up to 128 pairs, an unpacked weight serves more products than in a tile of 64. The same kernel
+multiplies a dense weight with 129 to 512 tokens, as if it were the only expert. Left out: inputs that are not bfloat16, and the
+other launches (order.py).
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ from fa_serve.ops.products.split_k import plan_sums
 
 @gluon.jit
 def rows_of_tile(tile, t, N: gl.constexpr, BLOCK_N: gl.constexpr, GATED: gl.constexpr, STEP: gl.constexpr, UP: gl.constexpr):
-    """The rows of an expert's weights that are the rows t of a tile. Those that do not exist are the last ones.
+    """The rows of an expert's weights for the rows t of a tile. Rows past the end repeat the last row.
 
-    Gated, rows 8 apart are the gate and the up value of one output, because one thread has the sums of both.
+    If GATED, rows 8 apart are the gate and the up value of one output, because one thread has the sums of both.
     """
     if GATED:
         n = gl.minimum(tile * (BLOCK_N // 2) + t // 16 * 8 + t % 8, N - 1)
@@ -63,7 +63,7 @@ def rows_of_tile(tile, t, N: gl.constexpr, BLOCK_N: gl.constexpr, GATED: gl.cons
 
 @gluon.jit
 def copy_weights(words, stage, w_ptrs, columns, block, VALUES: gl.constexpr, K: gl.constexpr):
-    """Begin to copy a block of 256 columns: its words, or two halves of 64 times two bytes. Bytes from K on are 0."""
+    """Begin to copy a block of 256 columns: its words, or for float8 two halves of 64 pairs of bytes. Bytes from K on are 0."""
     if VALUES == 0:
         for half in gl.static_range(2):
             start = block * 128 + 64 * half
@@ -113,7 +113,7 @@ def _grouped_wgmma(
 
     tiles: (tiles, 3) int32, as `order._list_tiles` writes them; None for one expert that has all `pairs`
     order: None if outputs are in the order of the input's rows
-    data:  of float8 weights, int16
+    data:  int16 for float8 weights
     out:   with SPLITS above 1, for one expert, (SPLITS, pairs, N) float32
     """
     WARPS: gl.constexpr = gl.num_warps()
@@ -150,7 +150,7 @@ def _grouped_wgmma(
         end = gl.load(tiles_ptr + 3 * tile + 2)
         if first >= end:
             return
-    # pairs that do not exist are the last ones, and are not stored
+    # places past the end repeat the last pair, and are not stored
     x_places = gl.minimum(first + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, x_copy)), end - 1)
     x_rows = gl.load(order_ptr + x_places) // TOP_K if GATED else x_places
     x_columns = gl.expand_dims(gl.arange(0, 128, layout=gl.SliceLayout(0, x_copy)), 0)
@@ -239,7 +239,7 @@ def _grouped_wgmma(
 def plan_expert_wgmma(
     product: Product, tile: GroupedWgmmaTile, weight: QuantizedWeight, bias: Tensor | None, gate: Gate | None
 ) -> ExpertProduct:
-    """One launch. bias: of a call, for its strides"""
+    """One launch. bias: that of a call, for its strides"""
     stride_be = 0 if bias is None else bias.stride(0)
     launch = plan_tiles(product, tile, gate, most_tiles(product, tile.block_m), stride_be)
 
@@ -256,9 +256,9 @@ def plan_tiles(
 ) -> Launch:
     """The launch of a product with the weights of all experts, in `tiles` tiles of pairs.
 
-    pairs:     how many there are, if the kernel is not given a list of tiles
-    gate:      gates pairs of outputs, and the input has a row for each token; else the input has a row for each pair
-    stride_be: of biases, by expert
+    pairs:     number of pairs, if the kernel is not given a list of tiles
+    gate:      if given, pairs of outputs are gated, and the input has a row for each token; else it has a row for each pair
+    stride_be: stride of the biases from one expert to the next
     """
     n = product.outputs
     options = launch_options(True, tile.block_n // 16)
@@ -275,9 +275,9 @@ def plan_tiles(
 
 
 def plan_one_expert(product: Product, tile: GroupedWgmmaTile, details: Details) -> Multiply:
-    """A dense weight in bfloat16 is an expert that all tokens have chosen.
+    """A dense weight, multiplied in bfloat16 as an expert that all tokens have chosen.
 
-    One launch, or two where sums are split or a residual is added; one more rearranges columns.
+    One launch, or two where sums are split or a residual is added; one more if columns must be rearranged.
     """
     m = product.tokens
     chosen = replace(product, num_experts=1, top_k=1, gated=False)

@@ -1,4 +1,4 @@
-"""Products with weight matrices: what is asked (problem), the table of kernels (table), and how one is launched (run).
+"""Products with weight matrices: their description (problem), the table of kernels (table), and how one is launched (run).
 
-Left out: the weights of experts (`fa_serve.ops.moe`), which the same table decides about.
+Left out: products with the weights of experts (`fa_serve.ops.moe`), whose kernels are chosen from the same table.
 """

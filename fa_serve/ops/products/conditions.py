@@ -1,7 +1,8 @@
-"""Why a kernel does not compute a product: one function for each row of table.py, which gives the reason or None.
+"""Why a kernel does not compute a product: one function for each row of table.py, which returns the reason or None.
 
-The weight is one that the kernel reads, as the table says, and on a device that Triton runs on. A reason says what the kernel
-computes, and what was asked. Limits that were measured are in crossovers.py; those here follow from how kernels are written.
+The table has already checked that the kernel reads weights of this kind, and that Triton runs on the device if the kernel needs
+it. A reason says what the kernel computes and what was asked for. Limits that were measured are in crossovers.py; the limits
+here follow from how kernels are written.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ HALVES = (torch.float16, torch.bfloat16)
 GEMV_COLUMNS = 32768
 """The most columns of a weight that is multiplied with one token on Hopper: the token is kept in shared memory."""
 MOST_WEIGHTS = {"int4": 1 << 33, "float4": 1 << 33, "float8": 1 << 31}
-"""Weights of a product on Hopper, whose words and bytes are counted in 32 bits."""
+"""Kernels for Hopper multiply fewer weights (n * k) than this, because they count words and bytes in 32 bits."""
 MOST_VALUES = 1 << 31
-"""Values of an expert, whose offsets are counted in 32 bits."""
+"""An expert must have fewer values than this, because their offsets are counted in 32 bits."""
 MOST_ROWS = 1 << 31
-"""Rows of the matrices of all experts, which the copy engine counts in 32 bits."""
+"""The matrices of all experts must have fewer rows than this, because the copy engine counts rows in 32 bits."""
 
 
 def _listed(names: tuple[Any, ...]) -> str:
@@ -96,14 +97,14 @@ def refuses_invariant(product: Product) -> str | None:
 
 
 def refuses_invariant_wgmma(product: Product) -> str | None:
-    """The kernel of many rows has the bits of `invariant`, whose tiles it is one more of."""
+    """The kernel for many rows has the bits of `invariant`, as if it were one more of its tiles."""
     refused = refuses_invariant(product) or _other_gpu(product) or _other_dtype(product, *HALVES)
     if refused is None and not tiles.CHOOSES_BY_ROWS:
         refused = "tiles do not follow the number of rows (products/tiles.py:CHOOSES_BY_ROWS)"
     if refused is None and product.matrix_dtype != product.dtype:
         refused = "multiplies matrices of the dtype of the input"
     refused = refused or _other_tokens(product, tiles.LEAST_WGMMA_ROWS, MOST_ROWS)
-    # 256 rows and 4,096 columns on one H200, 64 tiles: 28.2 us, and 33.8 by the pointers of `invariant`
+    # 256 rows and 4,096 columns (64 tiles) took 28.2 us on one H200, and 33.8 with `invariant`, which loads by pointers
     least = product.num_sms * 2 // 5
     found = -(-product.tokens // 128) * -(-product.n // 128)
     refused = refused or _unless(found >= least, f"has at least {least} tiles of 128 x 128, got {found}")
@@ -124,7 +125,7 @@ def refuses_gemv(product: Product) -> str | None:
         refused = _unless(product.k % 128 == 0, f"takes a multiple of 128 columns of float8, got {product.k}")
         refused = refused or _other_groups(product, (), 128)
     elif refused is None:
-        # a part of a block of 256 columns has one group
+        # a block of 256 columns consists of equal parts that lie in one group each
         refused = _other_groups(product, (32, 64, 128), 256)
     return refused or _unless(product.k <= GEMV_COLUMNS, f"keeps up to {GEMV_COLUMNS} columns of a token, got {product.k}")
 
@@ -155,11 +156,11 @@ def refuses_float8_wgmma(product: Product) -> str | None:
 
 
 def _refuses_unpacking_on_hopper(product: Product) -> str | None:
-    """What `unpack_wgmma` and `one_expert` have in common: the same words, copied and unpacked alike."""
+    """The conditions that `unpack_wgmma` and `one_expert` share, because both copy and unpack words in the same way."""
     return (
         _other_gpu(product)
         or _other_dtype(product, *HALVES)
-        # a part of 128 columns has one group
+        # 128 columns consist of equal parts that lie in one group each
         or _other_groups(product, (32, 64), 128)
         or _part_of_16_bytes(product)
         or _too_large(product)
@@ -167,7 +168,7 @@ def _refuses_unpacking_on_hopper(product: Product) -> str | None:
 
 
 def refuses_unpack_wgmma(product: Product) -> str | None:
-    # scales of groups are rounded to the input's dtype, and float16 may not hold scales of another one
+    # scales of groups are rounded to the input's dtype, and float16 may not hold scales of another dtype
     by_row = product.values == "float8" and product.has_row_scales
     holds_scales = product.dtype == torch.bfloat16 or product.scales == product.dtype or by_row
     return (
@@ -218,7 +219,7 @@ def refuses_expert_matrices(product: Product) -> str | None:
         )
         or _unless(product.pairs_per_expert >= least, f"takes at least {least} pairs for each expert, got {_average(product)}")
         or _unless(product.contiguous, "takes contiguous matrices, by rows or by columns")
-        # it copies 64 columns at a time, and 8 numbers of rows or columns
+        # it copies 64 columns at a time, in units of 8 numbers along a row or, if transposed, along a column
         or _unless(
             product.k % 64 == 0 and product.n % 16 == 0,
             f"takes a multiple of 16 rows and of 64 columns, got {product.n} x {product.k}",
@@ -234,7 +235,7 @@ def refuses_expert_wgmma(product: Product) -> str | None:
     return (
         _other_gpu(product)
         or _other_dtype(product, torch.bfloat16)
-        # a part of a block of 256 columns has one group
+        # a block of 256 columns consists of equal parts that lie in one group each
         or _other_groups(product, (32, 64, 128), 256)
         or _part_of_16_bytes(product)
         or _unless(product.n * product.k < MOST_VALUES, f"counts fewer than {MOST_VALUES} values of an expert")
@@ -244,7 +245,7 @@ def refuses_expert_wgmma(product: Product) -> str | None:
 
 def refuses_dequantise_experts(product: Product) -> str | None:
     more = GROUPED_PAIRS.limit
-    # a product in float32 is not one of tensor cores, and takes longer than unpacking
+    # tensor cores do not multiply float32, and without them a product takes longer than unpacking
     many = product.pairs_per_expert > more
     return _other_dtype(product, *HALVES) or _unless(
         many, f"takes more than {more} pairs for each expert, got {_average(product)}"

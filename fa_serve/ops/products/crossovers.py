@@ -5,8 +5,8 @@
 
 `benchmarks/bench_ops.py` writes the lines. A test finds each line, makes the product that its case names, and checks that the
 table chooses the kernel that is named here; where two kernels were timed in the same run, it checks which one is faster. A
-limit between two lines that name different kernels is as exact as the sizes that were timed. Left out: limits that follow from
-how a kernel is written, which its row of the table has (table.py).
+limit is only as exact as the timed sizes on both sides of it. Left out: limits that follow from how a kernel is written
+(conditions.py).
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from typing import Literal
 class Crossover:
     """A limit that was measured.
 
-    kernels: the kernels that the limit is for, on whose side `side` says
+    kernels: the kernels that the limit is for; `side` says on which side of it they compute
     side:    "up to" if they compute `limit` and less, "from" if they compute `limit` and more
-    limit:   the last number of `unit`, or the first with "from"
+    limit:   the last number of `unit` that they compute, or the first one with "from"
     unit:    what is counted
-    lines:   "file: case" of benchmarks/results on both sides of the limit, and the kernel that computed it
-    faster:  pairs of "file: case" of one run in which two kernels computed the same: the faster one, then the slower one
+    lines:   from "file: case" of benchmarks/results, on both sides of the limit, to the kernel that computed it
+    faster:  pairs of "file: case" of one run, in which two kernels computed the same product: the faster, then the slower
     """
 
     kernels: tuple[str, ...]
@@ -48,8 +48,8 @@ UNPACK_TOKENS = Crossover(
         "ops_quantized: 28672x4096 int4 256": "one_expert",
     },
 )
-"""The most tokens that the kernels for 2 or more tokens multiply with weights that they unpack. With more, a matrix is unpacked
-first, unless `one_expert` multiplies."""
+"""The most tokens that the kernels for 2 or more tokens multiply with weights that they unpack themselves. With more tokens,
+the whole matrix is unpacked first, unless `one_expert` multiplies."""
 
 FLOAT8_TOKENS = Crossover(
     ("float8_wgmma",),
@@ -86,7 +86,8 @@ ONE_EXPERT_ROWS = Crossover(
     "rows",
     {"ops_quantized: 4096x14336 int4 256": "one_expert", "ops_quantized: 4096x4096 int4 256": "one_expert"},
 )
-"""The fewest rows of such a weight: at least 4096. With fewer, most multiprocessors would have no tile, and none were timed."""
+"""The fewest rows of a dense weight that the Hopper kernel of experts multiplies: 4096. With fewer rows, most multiprocessors
+would have no tile, and no such weights were timed."""
 
 EXPERT_ROWS = Crossover(
     ("expert_rows",),
@@ -95,8 +96,8 @@ EXPERT_ROWS = Crossover(
     "experts for each pair",
     {"ops_experts: qwen30a3b matrices 1": "expert_rows", "ops_experts: qwen30a3b matrices 4": "grouped"},
 )
-"""The fewest experts for each pair with which pairs read their expert's weights by themselves: at least 8. Two tokens that meet
-one expert then read it twice. A single token meets each expert once, whatever their number is."""
+"""The fewest experts for each pair with which every pair reads its expert's weights by itself: 8. If two tokens take the same
+expert, its weights are then read twice. A single token takes each expert at most once, so it has no such limit."""
 
 EXPERT_MATRICES_PAIRS = Crossover(
     ("expert_matrices",),
@@ -105,8 +106,8 @@ EXPERT_MATRICES_PAIRS = Crossover(
     "pairs for each expert",
     {"ops_experts: qwen30a3b matrices 256": "grouped", "ops_experts: qwen30a3b matrices 1024": "expert_matrices"},
 )
-"""The fewest pairs for each expert, on average, that the Hopper kernel for matrices multiplies: at least 64. Its tiles have 128
-pairs, and fewer than 64 were not timed."""
+"""The fewest pairs for each expert, on average, that the Hopper kernel for matrices multiplies: 64. Its tiles have 128 pairs,
+and fewer than 64 were not timed."""
 
 EXPERT_WGMMA_PAIRS = Crossover(
     ("expert_wgmma",),
@@ -120,7 +121,7 @@ EXPERT_WGMMA_PAIRS = Crossover(
     ),
 )
 """The most pairs for each expert, on average, that the Hopper kernel multiplies with quantised experts. With more, some experts
-at a time are dequantised and multiplied as matrices. Straight lines between both sizes cross at 517."""
+at a time are dequantised and multiplied as matrices. Linear interpolation between both timed sizes gives 517."""
 
 GROUPED_PAIRS = Crossover(
     ("grouped",),
@@ -133,7 +134,7 @@ GROUPED_PAIRS = Crossover(
         ("ops_experts_ways: gptoss20b mxfp4 8192 dequantized", "ops_experts_ways: gptoss20b mxfp4 8192 portable"),
     ),
 )
-"""The same limit of the portable kernel. Straight lines between both sizes, 128 and 1,024 pairs, cross at 171."""
+"""The same limit for the portable kernel. Linear interpolation between both timed sizes, 128 and 1,024 pairs, gives 171."""
 
 CROSSOVERS = {
     "UNPACK_TOKENS": UNPACK_TOKENS,

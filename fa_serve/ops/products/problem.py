@@ -1,12 +1,12 @@
-"""What a product with a weight matrix asks: everything that decides which kernel computes it.
+"""The description of a product with a weight matrix: everything that decides which kernel computes it.
 
     Product(values="int4", n=4096, k=4096, group=128, scales=torch.bfloat16, tokens=8, dtype=torch.bfloat16, arch=90)
     replace(product, tokens=1)                                  # the same product of one token
     product_with(weight, tokens=8, dtype=torch.bfloat16, arch=90)
 
-A product holds facts that are known on the host, so it can be asked about without a GPU and without weights. The kernels, and
-which of them computes a product, are in table.py. This module imports no Triton, so that `fa-serve info` runs anywhere. Left
-out: how a product is computed (run.py).
+A `Product` holds only facts that the host knows, so its kernel can be chosen without a GPU and without weights. The kernels,
+and the choice among them, are in table.py. This module imports no Triton, so that `fa-serve info` runs anywhere. Left out: how
+a product is computed (run.py).
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ class Product:
     """x @ weight.T for the tokens of x; for experts, the products of pairs of a token and an expert.
 
     values:      what the weight consists of
-    n, k:        rows and columns of the weight; of one expert's
+    n, k:        rows and columns of the weight, or of the weight of one expert
     tokens:      rows of x
-    dtype:       of x, and of the result
-    matrix_dtype: of a weight of floats; None for a quantised one
+    dtype:       dtype of x and of the result
+    matrix_dtype: dtype of a weight of floats; None for a quantised weight
     group:       columns that share a scale, at least k if a row has one scale; 0 for a weight of floats
     scales:      dtype of the scales; None for a weight of floats
-    gated:       an activation is computed of the first half of the rows, and multiplied with the other half
+    gated:       the results of half of the rows are gates: their activation is multiplied with the results of the other half
     rounded:     x is in float8 already
     invariant:   the bits of a row must not depend on the number of rows
-    num_experts: of the weight; 0 for a dense weight
+    num_experts: number of experts in the weight; 0 for a dense weight
     top_k:       experts that each token takes
-    by_rows:     the rows of both weights of a mixture are contiguous
+    by_rows:     in both weights of a mixture, rows are contiguous
     contiguous:  the matrices of all experts are contiguous, by rows or by columns
     aligned:     the weight's address is a multiple of 16 bytes
     triton:      Triton's kernels run on the device
@@ -95,7 +95,7 @@ class Product:
 
     @property
     def pairs_per_expert(self) -> float:
-        """The average by which the tiles of experts are chosen: 0 where all numbers of tokens must have one tile."""
+        """The average by which tiles of experts are chosen; 0 if the tile must not depend on the number of tokens."""
         return 0.0 if self.invariant else self.pairs / self.num_experts
 
     @property
@@ -110,12 +110,13 @@ class Product:
 
 
 class Details(NamedTuple):
-    """What a call asks beside its product: numbers that a plan keeps, and that decide nothing.
+    """What a call asks for in addition to its product: values that a plan keeps, but that do not affect the choice of the
+    kernel.
 
-    eps, offset: of the norm, as in `Norm`
-    activation:  of a gated product
-    alpha:       by which the product is multiplied before a residual is added
-    strides:     of x and of the weight, for the one kernel that reads any (row_invariant.py)
+    eps, offset: fields of the norm, see `Norm`
+    activation:  the activation of a gated product
+    alpha:       factor of the product before it is added to a residual
+    strides:     strides of x and of the weight, which the row-invariant kernels need
     """
 
     eps: float = 0.0
@@ -126,8 +127,8 @@ class Details(NamedTuple):
 
 
 Multiply = Callable[[Any, Any, Tensor | None, Tensor | None, Tensor | None], Tensor]
-"""What a kernel's plan is: it takes x, the weight, the bias, the weight of the norm and the residual of a call, and multiplies.
-Only kernels that are `fused` read the norm."""
+"""The plan of a kernel: a function of x, the weight, the bias, the weight of the norm and the residual of a call, which returns
+the product. Only `fused` kernels read the weight of the norm."""
 
 
 def converts_float8(arch: int) -> bool:
@@ -164,7 +165,7 @@ def product_with(
 ) -> Product:
     """The product of tokens of a dtype with a weight. The names are those of `Product`.
 
-    weight: a matrix (n, k), or (num_experts, n, k) for experts; or a QuantizedWeight, for experts one of all their rows
+    weight: a matrix (n, k), or (num_experts, n, k) for experts; or a QuantizedWeight, which has the rows of all experts
     """
     asked: dict[str, Any] = {
         "tokens": tokens,
@@ -190,7 +191,7 @@ def product_with(
 
 
 def products_with_experts(experts: ExpertWeights, **asked: Any) -> tuple[Product, Product]:
-    """Both products of a mixture: the gated one, and the other one. asked: as `product_with` takes it"""
+    """Both products of a mixture: the gated one, then the one with the down weights. asked: arguments of `product_with`"""
     matrices = [weight for weight in (experts.gate_up, experts.down) if isinstance(weight, Tensor)]
     asked["num_experts"] = experts.sizes.num_experts
     asked["by_rows"] = all(weight.stride(2) == 1 for weight in matrices)

@@ -27,7 +27,7 @@ def plan_scaled_mm(product: Product, tile: None, details: Details) -> Multiply:
     def multiply(
         x: RoundedRows, weight: QuantizedWeight, bias: Tensor | None, norm_weight: Tensor | None, residual: Tensor | None
     ) -> Tensor:
-        # without fast accumulation: tensor cores add float8 products in about 14 bits, and promoted sums keep float32's
+        # no fast accumulation: tensor cores add float8 products in about 14 bits, unless sums are promoted to float32
         y = torch._scaled_mm(
             x.data, weight.data.t(), x.scales, weight.scales.t(), bias=bias, out_dtype=x.dtype, use_fast_accum=False
         )

@@ -39,7 +39,7 @@ def store_product(y, out_ptr, residual_ptr, alpha, offsets, keep):
 def first_weights(
     w_ptr, rows, N: tl.constexpr, K: tl.constexpr, GATED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
 ):
-    """The first columns of these rows of the weights, and of the rows that are N further if GATED.
+    """The first columns of these rows of the weights and, if GATED, of the rows N further down.
 
     No kernel writes weights, so they may be loaded before the previous kernel ends.
     """
@@ -56,8 +56,8 @@ def multiply_row(
     x_ptr, w_ptr, norm_ptr, w, w_up, rows, eps, offset,
     N: tl.constexpr, K: tl.constexpr, GATED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Multiply a token with these rows of the weights -> their sums over k, those of the rows that are N further if GATED, and
-    the factor of the norm by which all of them are to be multiplied. w, w_up: the first weights"""
+    """Multiply a token with these rows of the weights -> their sums over k; if GATED, the sums of the rows N further down; and
+    the factor of the norm, by which the caller multiplies the sums. w, w_up: the first weights"""
     k = tl.arange(0, BLOCK_K)
     acc = tl.zeros([BLOCK_N, BLOCK_K], tl.float32)
     acc_up = acc

@@ -1,12 +1,12 @@
 """Kernels whose rows do not depend on the number of rows: a matrix product and a sum.
 
-cuBLAS chooses its kernel by the number of rows, and PyTorch divides a sum by the number of rows, so the last bits of a row
-change with the size of the batch. Here a row is the same sums in the same order in any batch.
+cuBLAS chooses its kernel by the number of rows, and PyTorch splits a sum depending on the number of rows, so the last bits of a
+row change with the size of the batch. Here a row has the same sums in the same order in any batch.
 
-A product adds k in a chain of matrix instructions that starts from zero: one chain for all of k, or one for each of
-`tile.segments` ranges of k, whose results are added in their order. How many segments there are belongs to n and k. A tile
-with enough programs computes all segments of its outputs itself; otherwise each segment has a program (`tile.apart`), and
-`split_k` adds their results. Both do the same additions. What a tile may change beside that is in tiles.py.
+A product sums over k in a chain of matrix instructions that starts from zero: one chain for all of k, or one for each of
+`tile.segments` ranges of k, whose results are added in their order. The number of segments depends only on n and k. If there
+are enough programs, a program computes all segments of its tile; otherwise each segment has its own program (`tile.apart`), and
+`split_k` adds their results. Both ways do the same additions. What else may differ between tiles is in tiles.py.
 
 Source of the idea: He et al., "Defeating Nondeterminism in LLM Inference" (2025).
 """
@@ -31,7 +31,7 @@ from fa_serve.ops.products.tiles import InvariantTile, segment_columns
 
 _SUM_BLOCK = 1024
 _GROUP_M = 8
-"""Tiles of rows that share the weights of a column in the L2 cache before the next column begins."""
+"""How many tiles of one column are computed before the next column begins, so that they share its weights in the L2 cache."""
 
 
 @triton.jit
@@ -142,7 +142,7 @@ def _invariant_sum(x_ptr, out_ptr, stride, width, BLOCK: tl.constexpr):
 
 
 def plan_invariant(product: Product, tile: InvariantTile, details: Details) -> Multiply:
-    """A matrix of any strides, in one launch, or two where segments are apart. A quantised weight is dequantised before."""
+    """One launch for a matrix of any strides, or two if segments are apart. A quantised weight is dequantised first."""
     m = product.tokens
     n = product.n
     k = product.k

@@ -3,11 +3,11 @@
 A thread block has a producer and two consumer warpgroups, and computes one tile after the other, of 128 rows by `block_n`
 columns of the output. The producer's copies (TMA) fill a ring in shared memory, 64 elements of k at a time, and run on into the
 next tile while consumers store. Each consumer multiplies 64 rows by asynchronous warpgroup MMAs (wgmma) of k16, in the order of
-k, into one accumulator that starts from zero: the chain that row_invariant.py describes. So a row has the bits that it has
-there.
+k, into one accumulator that starts from zero: the chain that row_invariant.py describes. So a row has the same bits as in that
+kernel.
 
-Ring, barriers and products are those of the kernel for experts (moe/matrix_wgmma.py). Left out: few rows, weights that are not
-contiguous, and quantised weights (row_invariant.py).
+The ring, the barriers and the products are those of the kernel for experts (moe/matrix_wgmma.py). Left out: few rows, weights
+that are not contiguous, and quantised weights (row_invariant.py).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from fa_serve.ops.products.tiles import HOPPER_TILES, InvariantWgmmaTile
 
 _ROWS = 128
 _GROUP_M = gl.constexpr(16)
-"""Tiles of rows that share the weights of a column in the L2 cache before the next column begins."""
+"""How many tiles of one column are computed before the next column begins, so that they share its weights in the L2 cache."""
 _LAUNCH_REGISTERS = 168  # 3 warpgroups, of which the last one need not be full
 
 
@@ -39,7 +39,7 @@ _LAUNCH_REGISTERS = 168  # 3 warpgroups, of which the last one need not be full
 class DenseVariant:
     """Everything that is fixed when the kernel is compiled, passed as one constexpr. n, k: outputs and columns
 
-    gated, transposed: what `multiply_tile` asks; experts may be so
+    gated, transposed: fields that `multiply_tile` reads; only products of experts set them
     """
 
     tile: InvariantWgmmaTile
@@ -73,12 +73,12 @@ class DenseVariant:
 
 
 class DenseArgs(NamedTuple):
-    """What the partitions read: the kernel's arguments, the rings of inputs and weights, where each consumer rearranges
-    outputs, and barriers.
+    """What the partitions read: the kernel's arguments, the rings of inputs and weights, the memory in which each consumer
+    rearranges outputs, and barriers.
 
     w, x:  tensor descriptors
-    total: tiles; tiles_m: of them, those of one column
-    lead:  says that the first consumer has begun a tile
+    total: number of all tiles; tiles_m: number of tiles of one column
+    lead:  barrier that says that the first consumer has begun a tile
     """
 
     w: gl.tensor
@@ -100,7 +100,7 @@ class DenseArgs(NamedTuple):
 
 @gluon.jit
 def place_of_tile(index, args, var: gl.constexpr):
-    """Row and column of the `index`-th tile, counted in tiles: some rows of one column, then those of the next one."""
+    """Row and column of the `index`-th tile, counted in tiles: some rows of one column, then the same rows of the next one."""
     in_group = _GROUP_M * var.tiles_n
     first = index // in_group * _GROUP_M
     height = gl.minimum(args.tiles_m - first, _GROUP_M)
@@ -128,8 +128,8 @@ def dense_producer(args, var: gl.constexpr):
 
 @gluon.jit
 def _store_dense(y, column, first, args, group: gl.constexpr, WIDTH: gl.constexpr, var: gl.constexpr):
-    """Store columns [column, column + WIDTH) of 64 rows from `first` on, 64 at a time, as `store_product` does: through shared
-    memory, after which 8 threads write 128 bytes of a row."""
+    """Store columns [column, column + WIDTH) of 64 rows from `first` on, 64 columns at a time, as `store_product` does. They
+    pass through shared memory, so that 8 threads write 128 neighbouring bytes of a row."""
     STORED: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     if WIDTH > 64:
         left, right = halves_of_columns(y, WIDTH)
@@ -226,7 +226,8 @@ def invariant_matrix(
 
 
 def plan_invariant_wgmma(product: Product, tile: InvariantWgmmaTile, details: Details) -> Multiply:
-    """One launch of a persistent kernel. Strides that the copy engine cannot read take another tile of the same chain."""
+    """One launch of a persistent kernel. If the copy engine cannot read the strides, a tile of `invariant` computes the same
+    chain."""
     m = product.tokens
     n = product.n
     k = product.k

@@ -1,11 +1,11 @@
-"""Products with a weight matrix on a GPU: the one place that plans them, and that launches what table.py chooses.
+"""Products with a weight matrix on a GPU: the one place that plans them, and that launches the kernels which table.py chooses.
 
     y = multiply(x, weight, bias, norm, activation, residual, alpha, next_weight)      # fa_serve.ops.linear
     y = multiply_invariant(x, weight, bias)                                            # fa_serve.ops.invariant_linear
 
-A plan is made for calls that look alike, and kept in `PLANS`. It has three steps: what is done with the input (a norm, or a
-norm and a rounding to float8), the product, and what is done with its result (a gate, which may round for the next product).
-The kernels of one token do all of that in one launch. Left out: the products of experts (moe/run.py).
+One plan is made for all calls that look alike, and kept in `PLANS`. It has three steps: what is done with the input (a norm, or
+a norm and a rounding to float8), the product, and what is done with its result (a gate, which may round for the next product).
+The kernels for one token do all of this in one launch. Left out: the products of experts (moe/run.py).
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from fa_serve.ops.products.quantised.weight import QuantizedWeight
 from fa_serve.ops.products.table import KernelChoice, select_kernel
 
 Prepare = Callable[[Any, Tensor | None, Any], Any]
-"""Makes the input of a product of x, the weight of a norm and the weight of the product."""
+"""Maps (x, the weight of the norm, the weight of the product) to the input of the product."""
 Finish = Callable[[Tensor, Any], Tensor | RoundedRows]
-"""Gates the result of a product, for the product with the next weight."""
+"""Maps (the result of a product, the weight of the next product) to the gated result, rounded if the next product rounds."""
 
 
 def multiply(
@@ -59,13 +59,13 @@ def multiply(
         around = (alpha, eps, offset, norm_weight.dtype, 0 if tokens == 1 else rows.stride(0))
     invariant = rows_are_independent()
     if invariant:
-        next_weight = None  # a gate that rounds would choose by the number of rows
+        next_weight = None  # whether a gate rounds depends on the number of rows
     next_facts = None
     if activation is not None and tokens > 1 and isinstance(next_weight, QuantizedWeight):
         next_facts = _facts_of(next_weight)
     key: tuple[Any, ...]
     if not invariant and norm is None and activation is None and tokens > 1 and not quantised:
-        # the plan of such a product depends on nothing else, and making a longer key would be seen in the time of a layer
+        # the plan of such a product depends on nothing else, and building a longer key would slow down a layer noticeably
         key = ("matrices", alpha)
     else:
         key = (
@@ -160,9 +160,9 @@ def plan_product(
     next_weight: Weight | None = None,
     choice: KernelChoice | None = None,
 ) -> Run:
-    """Decide about calls that look like this one.
+    """Plan all calls that look like this one.
 
-    choice: overrides that of the table, for tuning and tests
+    choice: overrides the choice of the table, for tuning and tests
     """
     if product.tokens == 0:
         return _plan_nothing(product)
@@ -224,7 +224,7 @@ def _plan_rounded_input(product: Product, details: Details) -> Prepare:
 
 
 def _plan_gate(product: Product, activation: str, next_weight: Weight | None) -> Finish:
-    """activation(gate) * up, (m, n / 2), in one launch; in float8 if the product with `next_weight` rounds its input."""
+    """One launch for activation(gate) * up, (m, n / 2), in float8 if the product with `next_weight` rounds its input."""
     width = product.outputs
     round_rows = None
     if product.tokens > 1 and isinstance(next_weight, QuantizedWeight) and width <= MAX_GATED:
@@ -242,7 +242,7 @@ def _plan_gate(product: Product, activation: str, next_weight: Weight | None) ->
 
 
 def _plan_rounding_gate(product: Product, activation: str, next_weight: QuantizedWeight) -> RoundRows | None:
-    """The launch that gates and rounds, or None if the next product takes its input as it is."""
+    """The launch that gates and rounds, or None if the next product does not round its input."""
     next_product = product_with(
         next_weight, tokens=product.tokens, dtype=product.dtype, arch=product.arch, num_sms=product.num_sms
     )

@@ -3,8 +3,8 @@
     multiply = plan_sums(launch, product, splits, alpha)
     y = multiply((x, data, scales), bias, residual)
 
-That is for products with few tiles, of which most multiprocessors would have none. The sums are added in their order, so that a
-result does not change from one call to the next. How many there are is a part of a tile (`tiles.choose_splits`).
+This is for products with so few tiles that most multiprocessors would have none. The sums are always added in the same order,
+so that a result does not change from one call to the next. The number of sums is a part of the tile (`tiles.choose_splits`).
 """
 
 from __future__ import annotations
@@ -53,10 +53,11 @@ def _sum_splits(
 def plan_sums(
     launch: Callable[[tuple[Any, ...]], None], product: Product, splits: int, alpha: float
 ) -> Callable[[tuple[Any, ...], Tensor | None, Tensor | None], Tensor]:
-    """Multiplies (tensors, bias, residual) into (m, n) of the product's dtype; residual + alpha * (y + bias), in place of it.
+    """The function of (tensors, bias, residual) that returns y + bias, (m, n) in the product's dtype, for the product y. With a
+    residual, it updates the residual in place to residual + alpha * (y + bias) and returns that.
 
-    launch: runs the kernel on (*tensors, bias, residual, out). With splits > 1, out is (splits, m, n) float32, and it is given
-            neither bias nor residual
+    launch: runs the kernel on (*tensors, bias, residual, out). With splits > 1, out is (splits, m, n) float32, and bias and
+            residual are None
     """
     m = product.tokens
     n = product.n

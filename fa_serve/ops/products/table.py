@@ -6,13 +6,14 @@
     choice.passed_over["one_expert"]       # "multiplies at least 4096 rows of weights, got 2048"
     kernels_by_tokens(product)             # "gemv for 1 token, unpack_wgmma for 2 to 128, dequantise for more"
 
-Everybody who launches, describes, warms up or tests a product asks here. Few tokens take a kernel that unpacks weights in
-registers, many tokens the unpacked matrix and PyTorch's product, because unpacking once is then cheap beside the product.
-Float8 weights with a scale for each row are multiplied with activations that are rounded to float8 as well, from 2 tokens on,
-where `torch._scaled_mm` does that. The order of the rows and the limits in them were measured; crossovers.py names the lines.
+All code that launches, describes, warms up or tests a product asks this table. For few tokens, a kernel unpacks the weights in
+registers. For many tokens, PyTorch multiplies with the unpacked matrix, because the cost of unpacking it once is then small
+compared with the product. From 2 tokens on, float8 weights with a scale for each row are multiplied with activations that are
+rounded to float8 as well, on GPUs for which `torch._scaled_mm` does that. The order of the rows and the limits in them were
+measured; crossovers.py names the lines of benchmarks/results.
 
-This module imports no Triton, so that `fa-serve info` runs anywhere. Left out: tiles (tiles.py beside each family of kernels),
-and how a product is computed (run.py, and experts/plan.py).
+This module imports no Triton, so that `fa-serve info` runs anywhere. Left out: tiles (the tiles.py of each family of kernels),
+and how a product is computed (run.py, and moe/run.py).
 """
 
 from __future__ import annotations
@@ -55,29 +56,29 @@ from fa_serve.ops.products.tiles import invariant_tile, invariant_wgmma_tile, ma
 QUANTISED = ("int4", "float4", "float8")
 ANY_VALUES = ("float", *QUANTISED)
 MOST_TOKENS = 1 << 16
-"""Up to how many tokens people are told what computes them. No limit is larger for the mixtures that exist."""
+"""Up to this many tokens, `kernels_by_tokens` tells people the kernels. Existing mixtures have no crossover at more tokens."""
 
 
 @dataclass(frozen=True)
 class Kernel:
     """A row of the table: a kernel, or a function of PyTorch, and which products it computes.
 
-    name:       of the row
+    name:       name of the row
     about:      what it is, in a few words
-    launches:   what multiplies: kernels by the names of their functions, or a function of PyTorch. What is launched before and
-                after it is not named
-    plan:       "module:function", which plans its launches. It is imported when it is needed first: Gluon's names change with
-                each release of Triton, so its modules are imported where `Product.gluon` says that they can be
-    values:     what the weights that it reads consist of
+    launches:   the kernels that multiply, by the names of their functions, or a function of PyTorch. Launches before and after
+                them are not listed
+    plan:       "module:function" that plans its launches. The module is imported when it is first needed: Gluon's names change
+                with each release of Triton, so modules in Gluon are imported only where `Product.gluon` says that they can be
+    values:     the kinds of weights that it reads
     refuses:    the reason why it does not compute a product with such a weight, or None
-    tile:       what it is launched with, None if all of its launches are alike
-    grouped:    it multiplies the weights of experts, and no others; None: it multiplies both
+    tile:       returns the tile that it is launched with, or None if it has only one form
+    grouped:    True: it multiplies only the weights of experts; False: only dense weights; None: both
     triton:     it needs Triton on the device
     invariant:  the bits of a row do not depend on the number of rows
     fused:      it normalises the input and gates the result in the same launch
     in_float8:  it multiplies input that was rounded to float8
     whole:      it computes both products of a mixture, from pairs in the order of their tokens
-    listed:     it is given a list of its tiles, of `tile.block_m` pairs each
+    listed:     it takes a list of its tiles, of up to `tile.block_m` pairs each
     """
 
     name: str
@@ -117,10 +118,10 @@ class Kernel:
 
 @dataclass(frozen=True)
 class KernelChoice:
-    """What computes a product.
+    """The kernel that computes a product.
 
-    tile:        what the kernel is launched with
-    passed_over: the rows of the table before it, and why they do not compute the product
+    tile:        the tile that the kernel is launched with, or None
+    passed_over: the names of the rows before it in the table, and why they do not compute the product
     """
 
     kernel: Kernel
@@ -129,7 +130,7 @@ class KernelChoice:
 
 
 def no_tile(product: Product) -> None:
-    """The tile of what has one form."""
+    """The tile of a kernel that has only one form: none."""
 
 
 _QUANTISED = "fa_serve.ops.products.quantised"
@@ -317,7 +318,7 @@ KERNELS: tuple[Kernel, ...] = (
         invariant=True,
     ),
 )
-"""The first that fits computes a product."""
+"""The first row that fits computes a product."""
 
 
 def select_kernel(product: Product) -> KernelChoice:
@@ -337,9 +338,9 @@ def kernel_named(name: str) -> Kernel:
 
 
 def changes_of_kernel(product: Product, most: int = MOST_TOKENS) -> list[tuple[int, Kernel]]:
-    """(number of tokens, kernel) for 1 token, and for each number up to `most` from which on another kernel multiplies.
+    """(number of tokens, kernel) for 1 token, and for each number up to `most` at which the kernel changes.
 
-    The kernel is asked for at powers of two, and between two of them at most one change is found: limits are further apart.
+    The table is asked at powers of two. At most one change is found between two of them, because limits are further apart.
     """
 
     def kernel_of(tokens: int) -> Kernel:

@@ -1,4 +1,4 @@
-"""Tiles of products with matrices, which follow from a product alone, and into how many sums any product is split.
+"""Tiles of products with matrices, which depend only on the product, and the number of sums into which any product is split.
 
 The tiles of quantised weights are in quantised/tiles.py, those of experts in ../moe/tiles.py. None of these modules imports
 Triton, so that table.py can be asked anywhere.
@@ -24,8 +24,9 @@ def matrix_row_tile(product: Product) -> MatrixRowTile:
     """The tile of the product of one token with a matrix.
 
     Two tiles are considered: 8 x 1024, of which an SM holds 3 programs at once, and 8 x 512, of which it holds 5. The one that
-    fills its last wave of programs better is chosen; rows of up to 1024 elements take the narrow one. That was the faster of
-    both for each of seven shapes on one H200. A fixed number of programs that each compute several tiles was slower.
+    fills its last wave of programs better is chosen; rows of up to 1024 elements take the narrow one. This choice was the
+    faster of the two for each of seven shapes on one H200. A fixed number of programs that each compute several tiles was
+    slower.
     """
     n = product.outputs
     tiles = []
@@ -44,7 +45,7 @@ class InvariantTile(NamedTuple):
     """block_m rows by block_n columns of the output; block_k elements of the sum at once, num_stages of them in flight.
 
     segments: ranges of k, each of which is summed from zero, and whose sums are added in order
-    apart:    each segment has a program, and a second kernel adds the sums
+    apart:    each segment has its own program, and a second kernel adds the sums
     """
 
     block_m: int
@@ -68,7 +69,7 @@ class InvariantWgmmaTile(NamedTuple):
 
 
 ONE_TILE = InvariantTile(64, 64, 128, 3)
-"""The tile of every size where a choice by the number of rows could change the order of sums."""
+"""The only tile on GPUs for which a choice by the number of rows could change the order of sums."""
 HOPPER_TILES = (
     InvariantTile(128, 256, 64, 3, 8),
     InvariantTile(128, 128, 64, 4, 8),
@@ -77,18 +78,18 @@ HOPPER_TILES = (
     InvariantTile(64, 32, 128, 6),
     InvariantTile(64, 16, 128, 8),
 )
-"""Tiles whose rows are equal on Hopper, from the largest. Each multiplies by wgmma of k16, at least 64 rows at a time, and has
-one accumulator for a segment. So what is added to an output, and in which order, is the same in all of them."""
+"""Tiles that give bitwise equal rows on Hopper, from the largest. Each multiplies by wgmma of k16, at least 64 rows at a time,
+and has one accumulator for a segment. So all of them add the same products to an output, in the same order."""
 CHOOSES_BY_ROWS = True
-"""The switch: whether tiles of Hopper follow the number of rows. It is on because tests/gpu/test_rollouts_gpu.py has found the
-rows of HOPPER_TILES and of `InvariantWgmmaTile` equal in every bit, on an H200 with Triton 3.6 for five sizes of weights;
+"""The switch: whether tiles on Hopper depend on the number of rows. It is on because tests/gpu/test_rollouts_gpu.py has found
+the rows of HOPPER_TILES and of `InvariantWgmmaTile` equal in every bit, on an H200 with Triton 3.6 for five sizes of weights;
 test_row_invariant_compiled.py reads the machine code."""
 LEAST_WGMMA_ROWS = 129
-"""From so many rows on, the kernel with the copy engine may multiply."""
+"""The fewest rows that the kernel with the copy engine (row_invariant_wgmma.py) multiplies."""
 
 
 def invariant_tile(product: Product) -> InvariantTile:
-    """The tile of a product whose rows do not depend on their number."""
+    """The tile of a product whose rows do not depend on the number of rows."""
     if product.dtype.itemsize == 4:
         return InvariantTile(32, 32, 32, 2)
     if CHOOSES_BY_ROWS and product.arch == 90:
@@ -97,14 +98,14 @@ def invariant_tile(product: Product) -> InvariantTile:
 
 
 def hopper_invariant_tile(product: Product) -> InvariantTile:
-    """The largest tile of HOPPER_TILES that is filled with rows and gives most multiprocessors a program.
+    """The largest tile of HOPPER_TILES that the rows fill and of which there are enough for the multiprocessors.
 
-    All have one segment: a second accumulator for the sum of segments would not leave room for tiles of many rows.
+    All tiles have one segment: a second accumulator for the sum of segments would not leave room for tiles of many rows.
     """
     few = product.tokens <= 64
     fitting = [tile for tile in HOPPER_TILES if (tile.block_m == 64 if few else tile.block_n >= 32)]
-    # Few rows wait for memory, which one program of a multiprocessor keeps busy. With 256 rows and 1024 columns on one H200,
-    # 64 x 64 took 17.1 us, 64 x 128 took 28.0, and 64 x 32 took 13.7.
+    # With few rows, programs wait for memory, and one program for each multiprocessor keeps it busy. With 256 rows and 1024
+    # columns on one H200, 64 x 64 took 17.1 us, 64 x 128 took 28.0, and 64 x 32 took 13.7.
     enough = product.num_sms * (0.75 if few else 1.5)
     return next((tile for tile in fitting if _programs(product, tile) >= enough), fitting[-1])
 
@@ -120,16 +121,16 @@ def _programs(product: Product, tile: InvariantTile) -> int:
 
 
 def segment_columns(k: int, segments: int) -> int:
-    """Columns of a segment, a multiple of every block_k. The last segment has what is left."""
+    """Columns of a segment, a multiple of every block_k. The last segment has the rest."""
     return -(-k // (segments * 128)) * 128
 
 
 def choose_splits(programs: int, room: int, k: int, columns: int, most: int = 1 << 30) -> int:
-    """The ranges of columns that are summed by different programs: 1, 2, 4, ... while all programs have room at a time.
+    """The number of ranges of columns that different programs sum: 1, 2, 4, ... as long as the GPU holds all programs at once.
 
-    programs: of the product if its sums are not split
+    programs: number of programs of the product if its sums are not split
     room:     the most programs that there may be
-    columns:  the least number of the k columns that a range has
+    columns:  the fewest of the k columns that a range may have
     """
     splits = 1
     while 2 * splits <= most and 2 * splits * programs <= room and 2 * splits * columns <= k:

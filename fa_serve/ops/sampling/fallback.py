@@ -71,7 +71,7 @@ def kept_tokens(scores: Tensor, top_k: Tensor | None, top_p: Tensor | None, larg
 
 
 def _first_tokens(scores: Tensor, last: Tensor, count: Tensor) -> Tensor:
-    """The first `count` (n, 1) tokens of each row, of which the last one has the score `last` (n, 1)."""
+    """Which tokens are the first `count` (n, 1) of each row. `last` (n, 1) is the score of the last of them."""
     higher = scores > last
     ties = scores == last
     room = count - higher.sum(dim=-1, keepdim=True)
@@ -79,7 +79,7 @@ def _first_tokens(scores: Tensor, last: Tensor, count: Tensor) -> Tensor:
 
 
 def most_likely(logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The first `count` tokens of each row in the order of the limits.
+    """The first `count` tokens of each row: higher logits first, and of equal logits the lower id first.
 
     logits: (n, vocab)
 

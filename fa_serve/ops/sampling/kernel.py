@@ -3,14 +3,15 @@
 One program samples one row. A draw is an exponential race (`exponential_race.py`) of the weights
 w = exp((x - max) / temperature).
 
-The limits keep the first tokens of one order: larger logits come first, and of equal logits the one with the lower id. The end
-of the tokens that are kept is a logit and an id: tokens with that logit are kept up to that id.
+The limits keep the first tokens of one order: larger logits come first, and of equal logits the one with the lower id. Where
+the kept tokens end is described by a logit and an id: tokens with larger logits are kept, and those with that logit up to that
+id.
 
 - top_p is applied by rejection. A drawn token belongs to the nucleus if less than top_p of the mass comes before it. If it does
-  not, no token behind it belongs to the nucleus either, and the draw is repeated among the tokens before it. Each repetition
-  costs one pass over the row, which lies in the L2 cache; about 1 - top_p of the rows need one.
-- top_k is a logit, found by bisection on the bits of the logits. If more than k tokens reach it, those that tie are counted for
-  each block, and running sums of the counts give the id.
+  not, no token after it belongs to the nucleus either, and the draw is repeated among the tokens before it. The check of each
+  draw costs one pass over the row, which lies in the L2 cache; about 1 - top_p of the rows need a second draw.
+- top_k is turned into a logit by a search over the bits of the logits, with three bounds per pass. If more than k tokens reach
+  that logit, the ties are counted for each block, and running sums of the counts give the id.
 
 Every row is computed in the same order in any batch, and its random numbers are a hash of its key. This module leaves out
 penalties, biases and masks, which change logits before they arrive here (`engine/sampler.py`).
@@ -31,7 +32,7 @@ from fa_serve.ops.sampling.exponential_race import BLOCK, GOLDEN, MIX1, MIX2
 
 _ROWS = 32  # blocks in one tile: 16 logits for each of 512 threads
 _MAX_VOCAB = 1023 * _ROWS * BLOCK
-"""Logits of a row: one place of a tile is counted in 10 bits."""
+"""The most logits of a row: each place of a tile counts in 10 bits."""
 _GOLDEN = tl.constexpr(GOLDEN)
 _MIX1 = tl.constexpr(MIX1)
 _MIX2 = tl.constexpr(MIX2)
@@ -59,7 +60,7 @@ def _tile(row_ptr, start, vocab, ROWS: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _order(x):
-    """Integers that compare as the floats x do, equal for both zeros."""
+    """Integers that compare like the floats x; both zeros give the same integer."""
     bits = x.to(tl.int32, bitcast=True)
     sign = bits >> 31
     return (bits ^ (sign & 0x7FFFFFFF)) - sign
@@ -67,21 +68,21 @@ def _order(x):
 
 @triton.jit
 def _logit_of(order):
-    """The float whose `_order` it is. Passes over a row compare floats: the order of a logit takes three instructions."""
+    """The inverse of `_order`. Passes over a row compare floats, because the order of a logit takes three instructions."""
     return tl.where(order < 0, 0 - order | -0x80000000, order).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _is_kept(x, cols, limit, last):
-    """Whether the tokens `cols`, whose logits are x, are kept: those above the logit `limit`, and its equals up to an id."""
+    """Whether the tokens `cols`, whose logits are x, are kept: those above `limit`, and its equals up to the id `last`."""
     return (x > limit) | ((x == limit) & (cols <= last))
 
 
 @triton.jit
 def _kth_largest(row_ptr, best, k, vocab, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """The limit of the k first tokens, an integer of `_order`, and how many of the logits that are equal to it belong to them.
+    """The limit of the first k tokens, as an integer of `_order`, and how many of the logits equal to it belong to the first k.
 
-    All larger logits belong to them.
+    All larger logits belong to the first k.
     """
     # the low bits that are always 0 for float16 and bfloat16 are not searched
     dtype: tl.constexpr = row_ptr.dtype.element_ty
@@ -93,8 +94,8 @@ def _kth_largest(row_ptr, best, k, vocab, ROWS: tl.constexpr, BLOCK: tl.constexp
     first = True
     # invariant: at least k logits are >= low, and `above` of them, which are fewer than k, are > high
     while low < high:
-        # Each pass counts the logits above three bounds, all above low. In the first pass they are close to the maximum, where
-        # the threshold of a small k lies; then they are equally spaced.
+        # Each pass counts the logits that reach three bounds, all above low. In the first pass the bounds are close to the
+        # maximum, where the threshold of a small k lies; afterwards they are equally spaced.
         step = (high - low + 3) // 4
         b1 = tl.maximum(tl.where(first, high - (16384 << (16 - SHIFT)), low + step), low + 1)
         b2 = tl.maximum(tl.where(first, high - (1024 << (16 - SHIFT)), tl.minimum(low + 2 * step, high)), low + 1)
@@ -117,7 +118,7 @@ def _kth_largest(row_ptr, best, k, vocab, ROWS: tl.constexpr, BLOCK: tl.constexp
         low = new_low
         high = tl.where(exact, new_low, new_high)
     limit = (low << SHIFT).to(tl.int32)
-    # if exactly k logits are >= low, none has to be told from its equals
+    # if exactly k logits are >= low, all of them are kept, and ids decide nothing
     return tl.where(exact, limit - 1, limit), tl.where(exact, 0, k - above).to(tl.int32)
 
 
@@ -142,7 +143,7 @@ def _sample_rows(
     PDL: tl.constexpr,
 ):
     """sums: float32, scratch memory for the weight of each block: (n, blocks). With top_k it is (n, 2, blocks), and the second
-    row is for the number of tokens in each block that tie with the k-th. ALL_BLOCKS: power of two that holds `blocks`
+    row is for the number of tokens in each block that tie with the k-th. ALL_BLOCKS: a power of two, at least `blocks`
     """
     wait_for_previous_kernel(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -199,7 +200,7 @@ def _sample_rows(
             tl.debug_barrier()
             ties = tl.load(sums_ptr + blocks + b, mask=b < blocks, other=0.0)
             before = tl.cumsum(ties, 0) - ties
-            # the block with the last one that is kept
+            # the block with the last tie that is kept
             last_block = tl.max(tl.where((before < num_tied) & (ties > 0), b, 0), 0)
             ids = last_block * BLOCK + j
             z = tl.load(row_ptr + ids, mask=ids < vocab, other=float("-inf")).to(tl.float32)
@@ -236,8 +237,8 @@ def _sample_rows(
                 # the next draw is among the tokens before this one
                 limit = tl.max(tl.where(j == winner, y, float("-inf")), 0)
                 last = token - 1
-                # Equals of the limit are kept in all blocks before the drawn one and in none behind it, so that the pass
-                # compares logits with one bound for each block. Ids decide in the drawn block alone.
+                # Logits equal to the limit are kept in all blocks before the drawn one and in none after it, so the pass
+                # compares the logits of a block with one bound. Ids decide only in the drawn block.
                 lower = _logit_of(_order(limit) - 1)
                 ties = tl.sum(tl.where((y == limit) & (cols <= last), weights, 0.0), 0)
                 above = tl.zeros([ROWS], tl.float32)

@@ -1,6 +1,6 @@
 """Attention to keys that a query has chosen: token-sparse attention (DeepSeek-V3.2, arXiv:2512.02556, section 2.1).
 
-A small network, the indexer, scores all keys before a query, and attention reads the `topk` best ones:
+A small network, the indexer, scores the keys up to a query's own, and attention reads the `topk` best ones:
 
     score(t, s) = sum over heads h of w(t, h) * relu(q(t, h) . k(s))
 
@@ -9,6 +9,6 @@ A small network, the indexer, scores all keys before a query, and attention read
     fallback.py    both in plain PyTorch, on any device
 
 A slot is a place in a paged cache, as in the `slot_mapping` of `fa_serve.store_kv`, so a query needs neither its sequence nor
-its position to find its keys. Left out: what the queries, keys and weights of an indexer are made of, which the model's own
-module computes (fa_serve.hf.adapter.indexers), and products in float8.
+its position to find its keys. Left out: how the queries, keys and weights of an indexer are computed, which the model's own
+module does (fa_serve.hf.adapter.indexers), and products in float8.
 """

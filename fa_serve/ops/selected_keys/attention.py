@@ -1,8 +1,8 @@
 """The kernel of token-sparse attention: each query attends to the keys in a list of slots.
 
-The heads of one query that share a KV head are the rows of a tile, so that a key which a program has gathered serves up to 64
-rows. Latent attention (MLA) has 64 to 128 such heads. Its keys have 512 + 64 numbers, of which the first 512 are the value:
-they are loaded once and serve both products, as in `fa_serve.backends.triton.latent`, in slices of columns.
+The heads of one query that share a KV head are the rows of a tile, so that each key that a program gathers serves up to 64
+rows. Latent attention (MLA) has 64 to 128 such heads. Its keys have 512 + 64 numbers, and the first 512 are also the value.
+They are loaded once, in slices of columns, and serve both products, as in `fa_serve.backends.triton.latent`.
 
 Few queries do not fill a GPU. Their slots are then divided among several programs, and a second kernel combines the results.
 Latent keys of 64 or 128 heads have a kernel for Hopper (`gather_wgmma`). Left out: windows, softcap and float8 caches.
@@ -27,7 +27,7 @@ from fa_serve.ops.products.problem import compiles_gluon
 
 _LOG2E = tl.constexpr(1.4426950408889634)
 MAX_SLOT_PARTS = 16
-"""The slots of a query are divided into at most so many parts."""
+"""The slots of a query are divided into at most this many parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +51,10 @@ class SelectedVariant:
 
     groups:      query heads of a KV head
     dim:         numbers of a key that are loaded in slices: the value if it is a part of the key, else the whole key
-    rest:        numbers of a key behind its value, 0 where values lie elsewhere; block_rest: the same, padded to a tile
-    dim_v:       of a value
-    flat:        pages follow each other without a gap, so that a slot is a row
-    splits:      a power of two that holds the parts of the slots
+    rest:        numbers of a key after its value; 0 if values are not parts of keys; block_rest: the same, padded to a tile
+    dim_v:       numbers of a value
+    flat:        pages follow each other without a gap, so that a slot is the number of a row
+    splits:      a power of two, at least the number of parts of the slots
     precision:   input precision of the products
     """
 
@@ -73,7 +73,7 @@ class SelectedVariant:
 
 
 class KeyStrides(NamedTuple):
-    """Strides of a paged cache but the last, which is 1."""
+    """Strides of a paged cache, without the last one, which is 1."""
 
     page: int
     token: int
@@ -81,7 +81,7 @@ class KeyStrides(NamedTuple):
 
 
 class RowStrides(NamedTuple):
-    """Strides of rows (total, heads, dim) but the last, which is 1."""
+    """Strides of rows (total, heads, dim), without the last one, which is 1."""
 
     token: int
     head: int
@@ -89,7 +89,7 @@ class RowStrides(NamedTuple):
 
 @triton.jit
 def _row_offsets(slot, page_size, strides, FLAT: tl.constexpr):
-    """Where the rows of slots lie in a cache, in 64 bits."""
+    """The offsets of the rows of slots in a cache, in 64 bits."""
     slot = slot.to(tl.int64)
     if FLAT:
         return slot * strides.token
@@ -120,7 +120,7 @@ def attn_selected(
     out_strides,
     VAR: tl.constexpr,
 ):
-    """One program: up to BLOCK_M heads of one query, and one part of its slots. v_ptr: None where values are in the keys"""
+    """One program: up to BLOCK_M heads of one query, and one part of its slots. v_ptr: None if values are parts of the keys"""
     wait_for_previous_kernel(VAR.pdl)
     BLOCK_M: tl.constexpr = VAR.block_m
     BLOCK_N: tl.constexpr = VAR.block_n
@@ -153,7 +153,7 @@ def attn_selected(
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     if sinks_ptr is not None:  # noqa: SIM102, only this condition is known when the kernel is compiled
-        # a sink is a key that is seen already, whose value is 0; it belongs to the first part
+        # a sink acts as a key with the value 0 that has been seen before all others; only the first part counts it
         if part == 0:
             row_max = tl.load(sinks_ptr + heads, mask=live, other=0.0).to(tl.float32) * _LOG2E
             row_sum += 1.0
@@ -249,7 +249,7 @@ def selected_tiles(arch: int, itemsize: int, groups: int, dim: int, dim_v: int) 
 
 
 def split_slots(programs: int, blocks: int, num_sms: int) -> int:
-    """Into how many parts the slots of a query are divided, so that `programs` of them fill the GPU; 1 where they do."""
+    """Into how many parts the slots of each query are divided to fill the GPU. programs: their number without division"""
     return max(1, min(MAX_SLOT_PARTS, num_sms // max(programs, 1), blocks // 2))
 
 
@@ -339,7 +339,7 @@ class _Plan:
 
 
 def _ring_of(q: Tensor, k: Tensor, v: Tensor, arch: int) -> Ring | None:
-    """The blocks of keys of the Hopper kernel if it computes the call, else None."""
+    """The ring of key blocks of the Hopper kernel if that kernel computes the call, else None."""
     if arch != 90 or not compiles_gluon():
         return None
     from fa_serve.ops.selected_keys.gather_wgmma import GATHER_RING, cannot_gather
@@ -369,7 +369,7 @@ def run_sparse_attention(
     num_splits: int,
     tiles: SelectedTiles | Ring | None = None,
 ) -> Tensor:
-    """`launch_sparse_attention` with tiles that override the choice, for tuning; a `Ring` takes the kernel for Hopper."""
+    """`launch_sparse_attention` with tiles that override the choice, for tuning; a `Ring` chooses the kernel for Hopper."""
     q, k, v, slots = (with_unit_stride(x) for x in (q, k, v, slots))
     sinks = None if sinks is None else sinks.contiguous()
     if 0 in (*q.shape, *slots.shape):

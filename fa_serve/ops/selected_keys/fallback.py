@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 _GATHERED = 1 << 22
-"""Numbers of keys that are gathered at once: with float32, 16 MiB."""
+"""How many numbers of keys are gathered at once: 16 MiB in float32."""
 
 
 def torch_sparse_attention(
@@ -31,7 +31,7 @@ def _attend(q: Tensor, slots: Tensor, keys: Tensor, values: Tensor, sinks: Tenso
     # what is not chosen may hold anything, and 0 * NaN is NaN
     k, v = (x[index].to(dtype).masked_fill(~chosen[..., None, None], 0.0) for x in (keys, values))
     scores = torch.einsum("tkgd,tnkd->tkgn", grouped, k) * softmax_scale
-    # a query without keys would have NaN, also in its gradients
+    # nothing is hidden from a query without keys: softmax over -inf only is NaN, also in its gradients
     hidden = ~chosen & chosen.any(1, keepdim=True)
     scores = scores.masked_fill(hidden[:, None, None], float("-inf"))
     if sinks is not None:
@@ -68,7 +68,7 @@ def torch_select_slots(
 
 
 def index_scores(q: Tensor, keys: Tensor, weights: Tensor) -> Tensor:
-    """The scores of an indexer for the last queries of a sequence, -inf for the keys behind a query.
+    """The scores of an indexer for the last queries of a sequence, -inf for the keys after a query.
 
     q: (queries, heads, dim); keys: (length, dim), all of the sequence; weights: (queries, heads) float32
 

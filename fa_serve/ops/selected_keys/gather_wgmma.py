@@ -1,17 +1,17 @@
 """Token-sparse latent attention on Hopper in Gluon: 64 heads of one query, and the keys in its list of slots.
 
-The warps are those of latent decoding (`backends.hopper.latent`), and two of its three warpgroups are the same code. What
-differs is where keys come from and which of them count:
+Its warps have the same tasks as those of latent decoding (`backends.hopper.latent`), and the two warpgroups of values run the
+same code. The kernels differ in where keys come from and in which keys count:
 
-    producers  four warps gather blocks of keys to a ring, 16 bytes a thread (cp.async), because chosen keys lie anywhere in
-               the pages and the copy engine of Hopper copies boxes; the slots of a block are read one block ahead
-    scores     S = Q C^T + Q_r R^T, the mask of slots of -1, the online softmax, and P to shared memory
+    producers  four warps gather blocks of keys into a ring, 16 bytes a thread (cp.async), because chosen keys lie anywhere in
+               the pages and the copy engine of Hopper only copies boxes; the slots of a block are read one block ahead
+    scores     S = Q C^T + Q_r R^T, the mask of slots that are -1, the online softmax, and P to shared memory
     values     two warpgroups: O += P C, each for half of the columns of values
 
 A program has one query and one part of its slots. 128 heads are two programs that follow one another, so that the second one
 finds the keys in the L2 cache. Shared memory and cycles are those of `backends.hopper.latent.plan`: 72 KB for Q, 8 KB for P,
-and four blocks of 32 keys of 36 KB. Left out: heads that are no multiple of 64, values that do not lie in the keys, several KV
-heads and float32 (`attention.attn_selected`).
+and four blocks of 32 keys of 36 KB. Left out: numbers of heads that are not multiples of 64, values that are not parts of the
+keys, several KV heads and float32 (`attention.attn_selected`).
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _LAUNCH_REGISTERS = 128  # 4 warpgroups
 
 @dataclass(frozen=True)
 class GatherVariant(LatentHopperVariant):
-    """Everything that is fixed when the kernel is compiled. flat: pages follow each other, so that a slot is a row"""
+    """Everything that is fixed when the kernel is compiled. flat: pages follow each other, so that a slot is a row number"""
 
     flat: bool = False
 
@@ -69,16 +69,16 @@ class GatherVariant(LatentHopperVariant):
 
     @property
     def gather_layout(self) -> gl.BlockedLayout:
-        """Layout of 64 columns of a block of keys on their way to shared memory: 16 bytes a thread."""
+        """Layout in which 64 columns of a block of keys are copied to shared memory: 16 bytes a thread."""
         return gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
 
 
 class GatherArgs(NamedTuple):
     """The kernel's arguments, and what all warps of a program know. Fields that `latent.warps` reads are as in `LatentArgs`.
 
-    splits, lse: the results and the lse of parts, or None if a query has one part; place: of the program's part
-    token, part: the program's query and part; begin: its first block of slots; blocks: how many, at least one
-    end:         slots from this one on belong to the next part, or to no part
+    splits, lse: the results and the lse of parts, or None if a query has one part; place: the program's row in them
+    token, part: the program's query and part; begin: its first block of slots; blocks: how many blocks, at least one
+    end:         one past the part's last slot
     """
 
     q: gl.tensor
@@ -120,7 +120,7 @@ def _slots_of_block(block, args, layout: gl.constexpr, var: gl.constexpr):
 
 @gluon.jit
 def gather_keys(smem, bars, args, var: gl.constexpr):
-    """The producer warps: copy the keys of block after block. Keys that are not there arrive as zeros."""
+    """The producer warps: copy the keys of one block after the other. Missing keys (slots of -1) arrive as zeros."""
     GATHER: gl.constexpr = var.gather_layout
     ROWS: gl.constexpr = gl.SliceLayout(1, GATHER)
     BOXES: gl.constexpr = var.split.dim_v // 64
@@ -149,7 +149,7 @@ def gather_keys(smem, bars, args, var: gl.constexpr):
 
 @gluon.jit
 def _finish_selected(state, item, record, smem, bars, args, var: gl.constexpr):
-    """Hand the factors 1 / sum over, and store the log-sum-exp of a part."""
+    """Hand the factors 1 / sum over to the warpgroups of values, and store the log-sum-exp of a part."""
     ROWS: gl.constexpr = gl.SliceLayout(1, var.score_layout)
     empty = state.m == float("-inf")
     total = gl.convert_layout(gl.sum(state.l, 1), ROWS, assert_trivial=True)
@@ -165,20 +165,20 @@ def _finish_selected(state, item, record, smem, bars, args, var: gl.constexpr):
 
 @gluon.jit
 def _first_softmax(args, var: gl.constexpr):
-    """The state of the online softmax before any key. A sink is a key that is seen already, and belongs to the first part."""
+    """The state of the online softmax before any key. A sink acts as a key that is already seen; only the first part has it."""
     ROWS: gl.constexpr = gl.SliceLayout(1, var.score_layout)
     m = gl.full([64], float("-inf"), gl.float32, layout=ROWS)
     l = gl.zeros([64, 4], gl.float32, layout=SUM_LAYOUT)  # noqa: E741
     if args.sinks is not None:  # noqa: SIM102, only this condition is known when the kernel is compiled
         if args.part == 0:
             m = gl.load(args.sinks + args.row_first + gl.arange(0, 64, layout=ROWS)).to(gl.float32) * LOG2E
-            l += 0.25  # noqa: E741, the four numbers of a row are added in the end
+            l += 0.25  # noqa: E741, the four numbers of a row are added at the end
     return Softmax(m, l, gl.full([64], 1.0, gl.float32, layout=ROWS))
 
 
 @gluon.jit
 def selected_scores(smem, bars, args, var: gl.constexpr):
-    """The warpgroup of scores: S of the next block is issued before the softmax of the present one, and runs under it."""
+    """The warpgroup of scores: S of the next block is issued before the softmax of the current one, and runs during it."""
     COLUMNS: gl.constexpr = gl.SliceLayout(0, var.score_layout)
     work = LatentWork(
         live=args.blocks > 0,
@@ -239,7 +239,7 @@ def _allocate_gather_memory(dtype: gl.constexpr, var: gl.constexpr):
 
 @gluon.jit
 def _allocate_gather_barriers(var: gl.constexpr):
-    """As in latent decoding, but each of the 128 threads that copy a block arrives."""
+    """As in latent decoding, but each of the 128 threads that copy a block arrives at `k_full`."""
     STAGES: gl.constexpr = var.tiles.stages
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
@@ -281,7 +281,7 @@ def attn_selected_hopper(
     stride_oh,
     var: gl.constexpr,
 ):
-    """One program: 64 heads of one query, and one part of its slots. v_ptr: None, the values are in the keys"""
+    """One program: 64 heads of one query, and one part of its slots. v_ptr: None, because values are parts of the keys"""
     wait_for_previous_kernel(var.split.pdl)
     VALUES: gl.constexpr = var.registers[0]
     PRODUCERS: gl.constexpr = var.registers[1]
@@ -356,9 +356,9 @@ def cannot_gather(q: Tensor, k: Tensor, v: Tensor, shared: bool) -> str | None:
 def gather_launch(
     shapes: tuple[Tensor, Tensor, Tensor, Tensor], out_strides: tuple[int, int], parts: int, scale: float, pdl: bool, ring: Ring
 ) -> Launch:
-    """The launch of (q, k, None, slots, sinks, out, parts of out or None, lse of parts or None), as of `attn_selected`.
+    """The launch on (q, k, None, slots, sinks, out, parts of out or None, lse of parts or None), like that of `attn_selected`.
 
-    shapes: q, k, v and slots of a call that looks like the planned ones; parts: of the slots of a query
+    shapes: q, k, v and slots of a call that looks like the planned ones; parts: into how many the slots of a query are divided
     """
     q, k, v, slots = shapes
     heads = q.shape[1]

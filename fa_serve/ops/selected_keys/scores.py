@@ -1,8 +1,8 @@
 """The kernels that choose keys: the scores of an indexer over a paged cache, and the slots of the best keys.
 
-The heads of a query are the rows of a product with a block of keys, whose sum over the rows is the score. `torch.topk` chooses
-from the scores of some queries at a time, so that they take at most MAX_SCORES numbers. Where no sequence has more than `topk`
-keys, every key before a query is chosen and nothing is scored.
+The heads of a query are the rows of a product with a block of keys. The weighted sum of the positive products over the rows is
+the score of a key. `torch.topk` then chooses the best keys, for some queries at a time, so that at most MAX_SCORES scores are
+held. If no sequence has more than `topk` keys, all keys up to a query's own are chosen and nothing is scored.
 
 Products are computed in the dtype of the queries and summed in float32. Left out: products in float8.
 """
@@ -23,7 +23,7 @@ from fa_serve.launching.launch import Launch, launch_options, power_of_2, with_u
 from fa_serve.launching.plans import PLANS
 
 MAX_SCORES = 1 << 26
-"""Scores that are held at a time: 256 MiB of float32."""
+"""The most scores that are held at a time, unless one query has more: 256 MiB of float32."""
 SCORED_KEYS = 512
 """Keys that a program of `_index_scores` scores."""
 
@@ -32,9 +32,9 @@ SCORED_KEYS = 512
 class ScoreVariant:
     """What `_index_scores` is compiled for.
 
-    heads, dim: of the indexer; block_h, block_d: the same, padded to a tile
+    heads, dim: heads of the indexer, and numbers of a head; block_h, block_d: the same, padded to a tile
     block_n:    keys of a product; blocks: products of a program
-    batch:      a power of two that holds the sequences
+    batch:      a power of two, at least the number of sequences
     precision:  input precision of the products
     """
 
@@ -50,7 +50,7 @@ class ScoreVariant:
 
 
 class QueryStrides(NamedTuple):
-    """Strides of the queries (total, heads, dim) but the last, which is 1."""
+    """Strides of the queries (total, heads, dim), without the last one, which is 1."""
 
     token: int
     head: int
@@ -65,7 +65,7 @@ class IndexStrides(NamedTuple):
 
 @triton.jit
 def _place_of(token, cu_q_ptr, used_k_ptr, batch, BATCH: tl.constexpr):
-    """-> the sequence of a packed query and its position; `batch` and -1 for a row behind the last sequence."""
+    """-> the sequence of a packed query and its position; `batch` and -1 for a row past the last sequence."""
     index = tl.arange(0, BATCH)
     live = index < batch
     ends = tl.load(cu_q_ptr + index + 1, mask=live, other=2147483647)
@@ -95,7 +95,7 @@ def _index_scores(
     k_strides,
     VAR: tl.constexpr,
 ):
-    """One program: one query, and up to SCORED_KEYS keys of its sequence. first: the query of the first row of the scores"""
+    """One program: one query, and up to SCORED_KEYS keys of its sequence. first: the query whose scores are row 0"""
     wait_for_previous_kernel(VAR.pdl)
     row = tl.program_id(0) // units
     unit = tl.program_id(0) % units
@@ -138,7 +138,7 @@ def _slots_of_keys(
     BATCH: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program: the slots of one query. best_ptr: (queries, topk), places in the sequence; None stands for all keys."""
+    """One program: the slots of one query. best_ptr: (queries, topk), places in the sequence; None for all keys."""
     wait_for_previous_kernel(PDL)
     token = first + tl.program_id(0)
     seq, position = _place_of(token, cu_q_ptr, used_k_ptr, batch, BATCH)

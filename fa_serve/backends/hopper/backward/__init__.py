@@ -1,1 +1,1 @@
-"""The backward kernel for Hopper: its warps, tiles and the accumulator of dQ. Left out: masks and head sizes above 128."""
+"""The backward kernel for Hopper: its warps, tiles and the accumulator of dQ. Left out: masks, and heads above 128 (`wide`)."""

@@ -70,7 +70,7 @@ def _issue_dq(i, smem, group: gl.constexpr, var: gl.constexpr):
 
 @gluon.jit
 def block_probabilities(s, m, i, first, smem, args, tile, var: gl.constexpr):
-    """P^T of a block, [64, block_m], and the same times the slope of the softcap. `first` is the first of the 64 keys."""
+    """-> P^T of a block, [64, block_m], and P^T times the slope of the softcap. `first` is the first of the 64 keys."""
     BLOCK_M: gl.constexpr = var.tiles.block_m
     S_LAYOUT: gl.constexpr = var.score_layout
     scale = args.scale
@@ -105,10 +105,10 @@ def block_probabilities(s, m, i, first, smem, args, tile, var: gl.constexpr):
 
 @gluon.jit
 def _share_ds(weight, dp, i, smem, dtype: gl.constexpr, group: gl.constexpr, var: gl.constexpr):
-    """dS^T of block `i` in `dtype`, [64, block_m], once the other warpgroup's is in shared memory, too."""
+    """Share dS^T of block `i` through shared memory, and wait for the other warpgroup's -> dS^T in `dtype`, [64, block_m]."""
     delta = smem.delta.index(i % var.tiles.do_stages).load(var.score_layout)
     ds = (weight * (dp - delta)).to(dtype)
-    # the other warpgroup has read this buffer before it arrived at the barrier of the previous block
+    # the other warpgroup had read this buffer when it arrived at the barrier of the previous block
     smem.ds.index(i % 2 * var.groups + group).store(ds)
     fence_async_shared()
     named_barrier("sync", FIRST_NAMED_BARRIER)
@@ -164,7 +164,7 @@ def _no_gradient(var: gl.constexpr):
 
 @gluon.jit
 def _walk(first, desc, smem, bars, args, tile, group: gl.constexpr, var: gl.constexpr):
-    """-> dK without its scale and dV of a tile with blocks. S is issued at a block's start, as in FlashAttention-3."""
+    """-> dK, not yet scaled, and dV of a tile with blocks. S is issued at a block's start, as in FlashAttention-3."""
     dtype: gl.constexpr = desc.q.dtype
     dk = _no_gradient(var)
     dv = _no_gradient(var)
@@ -203,7 +203,7 @@ def backward_consumer(desc, smem, bars, args, tile, group: gl.constexpr, var: gl
         mbarrier.wait(bars.k_full.index(0), 0)
         mbarrier.wait(bars.v_full.index(0), 0)
         dk, dv = _walk(first, desc, smem, bars, args, tile, group, var)
-    # dK leaves through the buffer of K, which the other warpgroup reads for dQ
+    # dK leaves through the buffer of K: wait until the other warpgroup has read it for dQ
     named_barrier("sync", FIRST_NAMED_BARRIER)
     origin = tile.k_origin
     head = tile.kv_head

@@ -1,11 +1,11 @@
 """The sum of dQ in float32, to which all key tiles add: its order in memory, and how it becomes the gradient of q.
 
-The sum has the shape (statistics of rows, width). Each square of 64 rows by 64 columns is stored in the order in which the
-threads of a warpgroup hold a wgmma accumulator: a thread adds 4 neighbouring numbers with one instruction, and a warp 512
-neighbouring bytes. FlashAttention-3 instead reorders each square in shared memory for the copy engine.
+The sum has `width` numbers for each entry of the row statistics. Each square of 64 rows by 64 columns is stored in the order in
+which the threads of a warpgroup hold a wgmma accumulator: a thread adds 4 neighbouring numbers with one instruction, and a warp
+512 neighbouring bytes. FlashAttention-3 instead reorders each square in shared memory for the copy engine.
 
-In a square, row 16 w + 8 h + r and column 8 n + 2 q + c stand at ((((n * 4 + w) * 8 + r) * 4 + q) * 2 + h) * 2 + c: warp w and
-lane 4 r + q have the four numbers with any h and c.
+In a square, row 16 w + 8 h + r and column 8 n + 2 q + c are at index ((((n * 4 + w) * 8 + r) * 4 + q) * 2 + h) * 2 + c: lane
+4 r + q of warp w has the four numbers that differ in h and c.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ROWS = 64
 def add_to_dq(sum_ptr, rows_of_dq):
     """Add one or two squares, [64, 64 or 128], which wgmma has computed, at `sum_ptr`.
 
-    The order of additions is that of the thread blocks.
+    Additions of several thread blocks happen in the order in which these run.
     """
     OCTETS: gl.constexpr = rows_of_dq.shape[1] // 8
     values = rows_of_dq.reshape([4, 2, 8, OCTETS, 4, 2]).permute((3, 0, 2, 4, 1, 5)).reshape([OCTETS, 512])
@@ -52,7 +52,7 @@ def _convert_dq(
     PART: tl.constexpr,
     VARLEN: tl.constexpr,
 ):
-    """One program: 64 rows of dQ of one head of one sequence, PART columns after the other. dq is contiguous."""
+    """One program converts 64 rows of dQ of one head of one sequence, PART columns at a time. dq is contiguous."""
     pid = tl.program_id(0)
     m = pid % num_m
     head = pid // num_m % num_heads

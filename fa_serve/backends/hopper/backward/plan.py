@@ -2,16 +2,16 @@
 
 A thread block has one producer warp and two consumer warpgroups of 64 keys each. It computes dK and dV of 128 keys of one KV
 head, summed over the query heads of the group, and adds its part of dQ to a sum in float32 (see `dq_accumulator`). Heads wider
-than 128 have a kernel with 64 keys in a tile (see `wide.kernel`); that of the others stands in this file. The launches are the
-same:
+than 128 have a separate kernel with 64 keys in a tile (see `wide.kernel`); the kernel for all other heads is in this file. The
+launches are the same for both:
 
     row statistics    lse in base 2, and delta = rowsum(dO * O) - dlse (`triton.row_statistics`, shared with the portable pass)
     main kernel       the producer copies K and V once and streams Q, dO and the statistics; the consumers compute five products
                       for each block of queries (see `consumer`)
     conversion        the sum becomes the gradient of q
 
-The additions to dQ come in the order in which thread blocks run, so equal calls may differ in the last bits of dQ. Results that
-have to repeat, masks and heads wider than `MAX_HEAD_DIM_OF_GRADIENTS` are left to the portable kernels, see
+The additions to dQ happen in the order in which thread blocks run, so equal calls may differ in the last bits of dQ. Gradients
+that have to be reproducible, masks and heads wider than `MAX_HEAD_DIM_OF_GRADIENTS` are left to the portable kernels, see
 `HopperBackend.supports`. As in the forward pass, the hardware bounds packed sequences, so a NaN of a neighbouring sequence is
 neither read nor overwritten.
 
@@ -246,7 +246,7 @@ class _BackwardPlan:
         if self._main is not None and self._convert is not None:
             dq_accum = lse2.new_zeros(*self._statistics.shape, self._width)
             ends = (tensors.cu_seqlens_q, tensors.cu_seqlens_k)
-            if self._width > 128:  # both parts of each
+            if self._width > 128:  # descriptors of both parts of each tensor
                 given = (q, q, k, k, v, v, tensors.dout, tensors.dout, lse2, delta, dk, dk, dv, dv)
             else:
                 given = (q, k, v, tensors.dout, lse2, delta, dk, dv)
@@ -255,7 +255,7 @@ class _BackwardPlan:
         return Gradients(dq, dk, dv, dsinks)
 
     def _laid_out(self, tensors: BackwardTensors) -> BackwardTensors:
-        """The same numbers in layouts and at addresses that the kernels read."""
+        """The same tensors, in layouts and at addresses that the kernels can read."""
         read = (tensors.q, tensors.k, tensors.v, tensors.dout)
         q, k, v, dout = (addressable(x, copied) for x, copied in zip(read, self._copied, strict=True))
         return tensors._replace(
@@ -305,7 +305,7 @@ class _BackwardPlan:
 
 
 def _rows_of(x: Tensor, rows: int, width: int, varlen: bool, contiguous: bool = False) -> View:
-    """x in boxes of `rows` rows and `width` columns; `contiguous`: as a contiguous tensor of its shape."""
+    """The view of x in boxes of `rows` rows and `width` columns; `contiguous`: of a contiguous tensor with the shape of x."""
     view = ragged_view if varlen else dense_view
     strides = torch.empty(x.shape, device="meta").stride() if contiguous else x.stride()
     return view(tuple(x.shape), strides, x.dtype, rows, width)

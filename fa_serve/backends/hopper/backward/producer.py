@@ -14,7 +14,7 @@ from fa_serve.launching.gluon_names import async_load
 
 @gluon.jit
 def key_tile(index, args, var: gl.constexpr):
-    """The `index`-th tile. Tiles of one KV head follow one another, and keys that most causal queries see come first."""
+    """The `index`-th tile. Tiles of one KV head follow one another, first the keys that the most causal queries see."""
     BLOCK_M: gl.constexpr = var.tiles.block_m
     BLOCK_N: gl.constexpr = var.block_n
     number = index % args.num_n
@@ -47,7 +47,7 @@ def key_tile(index, args, var: gl.constexpr):
     blocks = gl.where(first < kv_len, high - low, 0)
     start = low
     if var.tiles.stagger:
-        # the tiles of a head are spread over its query blocks
+        # the tiles of a head start at different query blocks
         start = low + number * (BLOCK_N // BLOCK_M) % gl.maximum(blocks, 1)
     stats = stats_row * args.stats_width + stats_column
     count = blocks * args.heads_per_kv

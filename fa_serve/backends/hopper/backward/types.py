@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 from fa_serve.backends.hopper.backward.tiles import BLOCK_N, GROUPS, BackwardTileConfig
 
 LAUNCH_REGISTERS = 168
-"""Registers of every thread at launch: 65536 for three warpgroups, of which the producer's has three idle warps."""
+"""Registers of every thread at launch: three warpgroups share 65536. The producer's warpgroup has three idle warps."""
 CONSUMER_REGISTERS = gl.constexpr(240)
 PRODUCER_REGISTERS = gl.constexpr(24)
 """Registers of a thread after setmaxnreg."""
@@ -167,7 +167,7 @@ class KeyTile(NamedTuple):
     first:     first key in the sequence
     q_origin, k_origin: batch index (dense), or the sequence's first row in q and in k (packed)
     stats_row, stats_column: where the statistics of the sequence's first head begin; stats: the same as one number
-    low, high: for each head of the group, the tile visits query blocks [low, high), from `start` on and then from `low` on
+    low, high: for each head of the group, the tile visits query blocks [start, high) and then [low, start)
     count:     blocks that the tile visits in all
     """
 

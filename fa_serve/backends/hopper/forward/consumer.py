@@ -1,6 +1,6 @@
 """The consumer warpgroups: S = Q K^T and O += P V on the tensor cores, the online softmax in registers.
 
-`output` has what follows, how O and the log-sum-exp are written.
+Afterwards, `output` writes O and the log-sum-exp.
 
 Each warpgroup owns 64 query rows of the tile. Warpgroups run independently, except with ping-pong, where they take turns at
 the tensor cores through named barriers.
@@ -65,7 +65,7 @@ def _rescale_operands(count: int) -> str:
     return ",".join(["=&f"] * count + ["f"] * count * 2)
 
 
-# Up to 32 values of a thread are rescaled by one statement: it keeps both the branches and the operands of a statement few.
+# One statement rescales up to 32 values of a thread, which keeps both the branches and the operands of a statement few.
 RESCALE_8 = gl.constexpr(_rescale_assembly(8))
 RESCALE_8_OPERANDS = gl.constexpr(_rescale_operands(8))
 RESCALE_16 = gl.constexpr(_rescale_assembly(16))
@@ -79,7 +79,7 @@ class Softmax(NamedTuple):
 
     m:     [64], base 2: the maximum that sum and output are relative to
     l:     [64, 4]: the sum in four parts, one for each thread that holds values of the row; they are added up at the end. With
-           a tree [64]
+           a tree, the sum is [64]
     alpha: [64]: the factor by which the output, which lags by one block, must still be multiplied
     """
 
@@ -89,16 +89,16 @@ class Softmax(NamedTuple):
 
 
 class Output(NamedTuple):
-    """The output of 64 rows: its first part [64, dv0], and its second part [64, dv1] or a number if there is none."""
+    """The output of 64 rows: its first part [64, dv0], and its second part [64, dv1] or, if there is none, a placeholder."""
 
     first: gl.tensor
     second: gl.tensor
 
 
 class Limits(NamedTuple):
-    """Each row sees keys [first, last); key blocks in [low, high) need no mask for any row of the warpgroup, but for bits.
+    """Each row sees keys [first, last). Key blocks in [low, high) need no mask for any row of the warpgroup, unless partial.
 
-    row:  the warpgroup's first query row in the sequence; rows: the rows of the sequence from there on
+    row:  the warpgroup's first query row in the sequence; rows: how many rows the sequence has from there on
     mask: where a float mask begins for that row
     """
 
@@ -145,8 +145,8 @@ def _receive_tile(tile_count, smem, bars, var: gl.constexpr):
 def _read_tile(tile_count, smem, var: gl.constexpr):
     """Read the record of a tile whose queries have arrived and are not released yet.
 
-    Tiles with split keys read theirs again to write the output, so that it takes no registers in the loop over keys. At
-    D128 the loops of the two warpgroups have 643 and 650 instructions with this, and 683 and 686 without.
+    With split keys, the record is read again before the output is written, so that it takes no registers in the loop over keys.
+    At D128 the loops of the two warpgroups have 643 and 650 instructions with this, and 683 and 686 without.
     """
     RECORD_LAYOUT: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
     return unpack_tile(smem.record.index(tile_count % var.tiles.q_stages).load(RECORD_LAYOUT), RECORD_LAYOUT)
@@ -174,7 +174,7 @@ def _issue_scores(tile_count, block_count, smem, group: gl.constexpr, var: gl.co
 
 @gluon.jit
 def rescale_part(x, alpha, layout: gl.constexpr, width: gl.constexpr):
-    """Multiply a part of O by `alpha`, [64]. The assembly is volatile, or ptxas would move it ahead of the products."""
+    """Multiply a part of O by `alpha`, [64]. The assembly is volatile; otherwise ptxas would move it ahead of the products."""
     factors = gl.expand_dims(gl.convert_layout(alpha, gl.SliceLayout(1, layout)), 1)
     NARROW: gl.constexpr = RESCALE_8 if width == 16 else RESCALE_16
     NARROW_OPERANDS: gl.constexpr = RESCALE_8_OPERANDS if width == 16 else RESCALE_16_OPERANDS
@@ -198,7 +198,7 @@ def _rescale(acc, alpha, var: gl.constexpr):
 
 @gluon.jit
 def _issue_float8_values(p, v, var: gl.constexpr):
-    """Start P V of a block apart from O; `_wait_values` adds it to O in float32.
+    """Start P V of a block in a separate accumulator; `_wait_values` adds it to O in float32.
 
     The tensor cores add float8 products in about 14 bits, which is not enough for the sum over many blocks.
     """
@@ -233,9 +233,9 @@ def _issue_values(p, acc, alpha, block_count, smem, bars, var: gl.constexpr):
 
 @gluon.jit
 def _wait_values(pending: gl.constexpr, token, acc, alpha, var: gl.constexpr):
-    """Wait for O += P V while at most `pending` products that were issued after it run on.
+    """Wait for O += P V; up to `pending` products that were issued after it may still run.
 
-    acc, alpha: O before the product and the factor that it lacks, which only float8 values need here
+    acc, alpha: O before the product, and the factor by which it must still be multiplied; only used with float8 values
     """
     O_LAYOUT: gl.constexpr = var.output_layout
     first = token.first
@@ -258,7 +258,7 @@ def _wait_keys(block_count, bars, var: gl.constexpr, alive=True):
 
 @gluon.jit
 def _key_block(number, block_count, smem, var: gl.constexpr):
-    """Which keys have arrived: those that the producer has announced or, without lists, block `number`."""
+    """The key block that has arrived: the one that the producer has announced or, without lists, block `number`."""
     if var.block_k > 0:
         return read_key_block(smem.key_blocks.index(block_count % var.tiles.stages), gl.BlockedLayout([2], [32], [4], [0]))
     else:  # noqa: RET505
@@ -289,10 +289,10 @@ def _limits(tile, args, group: gl.constexpr, layout: gl.constexpr, var: gl.const
 def _row_maximum(s, var: gl.constexpr):
     """The maximum of each row of scores, [64].
 
-    Triton compares the 32 scores of a thread's row one after the other, then those of its second row. Beside products in 16
-    bits, with head sizes of 64 and 128, that is best, because ptxas computes exponentials of the first row during the
-    comparisons of the second; rounds lose 2 to 12% there. Float8 products take half the time, so the latency of the comparisons
-    shows. In rounds at most 9 of them depend on each other.
+    Triton compares the 32 scores that a thread has of one row one after the other, then those of its second row. With 16-bit
+    products and head sizes of 64 and 128 that is best, because ptxas computes exponentials of the first row during the
+    comparisons of the second; comparing in rounds loses 2 to 12% there. Float8 products take half the time, so the latency of
+    the comparisons shows. In rounds, each chain of dependent comparisons has at most 9.
     """
     if var.float8_values:
         rounds = s.reshape([64, var.tiles.block_n // 32, 4, 4, 2])
@@ -309,7 +309,7 @@ def _online_softmax(
     """Update the online softmax by a block of scores (FlashAttention-2, algorithm 1) -> P in `dtype`, the new state.
 
     words, added: from `load_bits` and `load_mask`
-    scale: what turns products into exponents of 2, a number or [64]
+    scale: the factor that turns products into exponents of 2, a number or [64]
 
     The maximum of a row is raised only when scores exceed it by more than SCORE_GROWTH (FlashAttention-4). Any number near the
     true maximum keeps the result exact, and O seldom has to be rescaled.
@@ -381,10 +381,10 @@ def _process_block(
 ):
     """Issue S of this block and P V of the previous one together, then compute the softmax of S while P V runs.
 
-    With `softmax_first` the wait for the next keys stands between the softmax and the wait for P V, because it ends a basic
-    block: without it ptxas may schedule exponentials after the wait for P V.
+    With `softmax_first` the wait for the next keys comes between the softmax and the wait for P V, because it ends a basic
+    block: otherwise ptxas may schedule exponentials after the wait for P V.
 
-    A block that begins a group of the tree begins with an empty softmax, and folds the group before it once its P V is done.
+    The first block of a group of the tree starts from an empty softmax, and folds the previous group once its P V is done.
     """
     MASKED: gl.constexpr = var.masked
     VALUE_GROUPS: gl.constexpr = 2 if var.dv1 > 0 else 1
@@ -434,7 +434,7 @@ def _process_block(
 
 @gluon.jit
 def _release_queries(tile_count, bars, var: gl.constexpr):
-    """Tell the producer that a tile's queries may be overwritten. If O leaves through their buffer, its copy must be done."""
+    """Tell the producer that a tile's queries may be overwritten. If O leaves through their buffer, wait for its copy first."""
     if var.tiles.o_parts == 0:
         wait_output_copies()
     mbarrier.arrive(bars.q_empty.index(tile_count % var.tiles.q_stages), count=1)
@@ -442,8 +442,8 @@ def _release_queries(tile_count, bars, var: gl.constexpr):
 
 @gluon.jit
 def _first_state(tile, args, layout: gl.constexpr, var: gl.constexpr):
-    """The softmax before any key. A sink is a key without a value, so maximum and sum start with it. With a tree, a sink comes
-    before the first group, and is none of its keys."""
+    """The softmax before any key. A sink is a key without a value, so maximum and sum start with it. With a tree, the sink is
+    not part of the first group; `first_groups` puts it before that group."""
     m = gl.full([64], float("-inf"), gl.float32, layout=layout)
     in_tree: gl.constexpr = var.tree_blocks > 0
     l = gl.zeros([64], gl.float32, layout=layout) if in_tree else gl.zeros([64, 4], gl.float32, layout=SUM_LAYOUT)  # noqa: E741
@@ -457,7 +457,7 @@ def _first_state(tile, args, layout: gl.constexpr, var: gl.constexpr):
 
 @gluon.jit
 def _no_output(number, var: gl.constexpr):
-    """The output before any key. number: any integer of the device"""
+    """The output before any key. number: any integer of the kernel, from which the placeholder of a second part is made"""
     O_LAYOUT: gl.constexpr = var.output_layout
     O1_LAYOUT: gl.constexpr = var.second_output_layout
     DV0: gl.constexpr = var.dv0
@@ -468,7 +468,7 @@ def _no_output(number, var: gl.constexpr):
 
 @gluon.jit
 def _finish_tile(acc, state, folded, tile, tile_count, desc, smem, factors, args, group: gl.constexpr, var: gl.constexpr):
-    """Write the output of a tile, with a tree after its last group is folded."""
+    """Write the output of a tile. With a tree, fold its last group first."""
     if var.tree_blocks > 0:
         folded = fold_group(folded, state, acc, var)
         write_output(folded, folded, tile, tile_count, desc, smem, factors, args, group, var)

@@ -17,15 +17,15 @@ _PACK = gl.constexpr(
 """Round four numbers and put them into a register, the second pair first."""
 _SWAP_HALVES = gl.constexpr("prmt.b32 $0, $1, $1, 0x1032;")
 FLOAT8_SHIFT = gl.constexpr(8.0)
-"""Float8 probabilities are multiplied by 2 to this power: 256 is the greatest, and those down to 2^-17 of it are not lost."""
+"""Float8 probabilities are multiplied by 2 to this power: the greatest becomes 256, and those down to 2^-17 of it are kept."""
 
 
 @gluon.jit
 def pack_probabilities(p, var: gl.constexpr):
     """P in float32 [64, block_n] -> int32 [64, block_n / 4].
 
-    A thread has pairs of neighbours and takes groups of four: of every 16 keys, key 8 h + 2 t + i moves to position
-    4 t + 2 h + i. V is stored with its keys in this order.
+    A thread has pairs of neighbours, but the product with V takes groups of four from it: of every 16 keys, key 8 h + 2 t + i
+    moves to position 4 t + 2 h + i. V is stored with its keys in this order.
     """
     BLOCK_N: gl.constexpr = var.tiles.block_n
     groups = p.reshape([64, BLOCK_N // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4)).reshape([64, BLOCK_N // 4, 2, 2])
@@ -45,8 +45,8 @@ def _byte(packed, number: gl.constexpr):
 def unpack_probabilities(packed, var: gl.constexpr):
     """What `pack_probabilities` returned -> P in float8 [64, block_n], the left operand of the product with V.
 
-    A register takes one instruction, which puts the pairs in order. Without it, the next block's P would be computed in the
-    registers that a product still reads, and ptxas would wait for each product.
+    Each register takes one instruction, which puts the pairs in order and writes them to another register. Without it, the next
+    block's P would be computed in the registers that a product still reads, and ptxas would wait for each product.
     """
     packed = gl.inline_asm_elementwise(_SWAP_HALVES, "=r,r", [packed], dtype=gl.int32, is_pure=False, pack=1)
     left = gl.join(_byte(packed, 0), _byte(packed, 1))

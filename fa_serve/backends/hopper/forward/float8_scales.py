@@ -16,9 +16,9 @@ from fa_serve.backends.triton.float8_inputs import BLOCK_KEYS
 
 
 class Factors(NamedTuple):
-    """What a tile's scores are multiplied by before the softmax, beside the scale of a block of float8 keys.
+    """The factors of a tile's scores before the softmax, without the scale of a block of float8 keys.
 
-    rows: `ConsumerArgs.scale` or, of float8 queries, [64]
+    rows: `ConsumerArgs.scale` or, for float8 queries, this number times the scale of each row, [64]
     k, v: pointers to the scales of the first block of keys of the sequence, or 0
     """
 
@@ -29,7 +29,7 @@ class Factors(NamedTuple):
 
 @gluon.jit
 def as_column(x, var: gl.constexpr):
-    """A number for each row as a column; a number for all rows as it is."""
+    """One number per row as a column; a single number for all rows unchanged."""
     if var.float8_keys:
         return gl.expand_dims(x, 1)
     else:  # noqa: RET505
@@ -38,7 +38,7 @@ def as_column(x, var: gl.constexpr):
 
 @gluon.jit
 def tile_factors(tile, args, group: gl.constexpr, layout: gl.constexpr, var: gl.constexpr):
-    """The factors of a tile. Rows past the end of the sequence have a factor too, because theirs must be finite."""
+    """The factors of a tile. Rows past the end of the sequence have a scale of 1, because their factors must be finite."""
     if var.float8_keys:
         row = tile.row + 64 * group
         rows = row + gl.arange(0, 64, layout=layout)
@@ -59,7 +59,7 @@ def tile_factors(tile, args, group: gl.constexpr, layout: gl.constexpr, var: gl.
 
 @gluon.jit
 def block_scale(block, factors, var: gl.constexpr):
-    """What turns the products of a block of keys into exponents of 2: a number or, of float8 queries, [64]."""
+    """The factor that turns the products of a block of keys into exponents of 2: a number or, for float8 queries, [64]."""
     if var.float8_keys:
         return factors.rows * gl.load(factors.k + block * var.tiles.block_n // BLOCK_KEYS)
     else:  # noqa: RET505
@@ -70,7 +70,8 @@ def block_scale(block, factors, var: gl.constexpr):
 def change_of_units(block, factors, var: gl.constexpr):
     """The unit of O before the values of `block` are added, divided by its unit afterwards: a factor for O.
 
-    The unit of O is the scale of the float8 values that were added last: block + 1 comes before `block`.
+    The unit of O is the scale of the float8 values that were added last. Blocks are visited from the last to the first, so
+    block + 1 comes before `block`.
     """
     before = gl.load(factors.v + (block + 1) * var.tiles.block_n // BLOCK_KEYS)
     after = gl.load(factors.v + block * var.tiles.block_n // BLOCK_KEYS)

@@ -18,8 +18,8 @@ from fa_serve.backends.hopper.shared_memory import allocate_barriers, allocate_b
 
 
 class Numbers(NamedTuple):
-    """The kernel's numbers, in the order of its parameters. They stay flat there: Triton 3.6 ignores `do_not_specialize` within
-    a tuple, so it would compile the kernel again for each number that is 1 or a multiple of 16.
+    """The kernel's numbers, in the order of its parameters. The kernel takes them one by one: Triton 3.6 ignores
+    `do_not_specialize` within a tuple, so it would compile the kernel again for each number that is 1 or a multiple of 16.
 
     scale, softcap:      from `base_2_scales`
     lse_stride:          rows of lse from one head to the next
@@ -30,7 +30,7 @@ class Numbers(NamedTuple):
     head_group, head_tail: from `tiles.head_group`
     seqlen_q, seqlen_k:  lengths (packed: upper bounds)
     left, right:         the window
-    table_stride:        entries of the block table from one sequence to the next, 0 without one
+    table_stride:        entries of the block table from one sequence to the next, 0 without a block table
     k_pitch, v_pitch:    tokens from one page of the cache to the next, 0 without pages
     list_*, *_width:     see `block_sparse.Lists`; 0 without lists
     scale_stride:        see `types.Scales`; 0 without float8
@@ -136,14 +136,14 @@ def attn_fwd_hopper(
     mask_key,
     var: gl.constexpr,
 ):
-    """One thread block: tile after tile, by one producer warp and `groups` consumer warpgroups.
+    """One thread block: one producer warp and `groups` consumer warpgroups compute tile after tile.
 
-    The descriptors are those of `types.Descriptors`; q1, k1, v1 and o1 are None without second parts. Numbers are explained in
-    `Numbers`, and what is None or 0 without an option in `types.ProducerArgs` and `types.ConsumerArgs`.
+    The descriptors are those of `types.Descriptors`; q1, k1, v1 and o1 are None without second parts. `Numbers` explains the
+    numbers. `types.ProducerArgs` and `types.ConsumerArgs` explain the other arguments, which are None if their option is off.
 
-    table_ptr:   the records of `tile_scheduler.tile_table`, and behind them the counter and the number of tiles; None if dense
-    counter_ptr: (dense, with the schedule DYNAMIC) int32, 0: the tiles that thread blocks have taken beside their first ones
-    mask_batch, mask_head, mask_row, mask_key: strides of a float mask in the units of what is loaded, 0 where it is broadcast
+    table_ptr:   the records of `tile_scheduler.tile_table`, then the counter and the number of tiles; None if dense
+    counter_ptr: (dense, with the schedule DYNAMIC) int32, 0 at launch: the tiles that thread blocks took after their first
+    mask_batch, mask_head, mask_row, mask_key: strides of a float mask in units of what is loaded, 0 where it is broadcast
     """
     REGISTERS: gl.constexpr = var.registers
     PRODUCER: gl.constexpr = var.producer_registers

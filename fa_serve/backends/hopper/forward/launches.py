@@ -1,6 +1,6 @@
-"""How a plan of the Hopper forward runs: the launches of one call, on copies of what the copy engine cannot address.
+"""How a plan of the Hopper forward runs: the launches of one call, on copies of tensors that the copy engine cannot address.
 
-`plan` plans the launches, and this module leaves out how.
+This module leaves out how the launches are planned (`plan`).
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _NO_SCALES = [None] * 3
 
 
 class Launches(NamedTuple):
-    """attention: None if there can be no tile
-    table:    None if the batch is dense; its table has room for `max_tiles` tiles
-    counted:  the schedule needs a counter that the table does not hold
-    combine:  combines the splits of keys; None if keys are whole
-    mask_words: the kernel takes the mask in words of two numbers
+    """attention: the kernel; None if there can be no tile
+    table:    makes the table of tiles, with room for `max_tiles` tiles; None if the batch is dense
+    counted:  whether the schedule needs a counter that the table does not hold
+    combine:  combines the splits of keys; None if no keys are split
+    mask_words: whether the kernel takes the mask in words of two numbers
     """
 
     attention: Launch | None = None
@@ -104,7 +104,8 @@ def run_launches(
 def run_on_copies(run: Run, tensors: AttentionTensors, copied: tuple[bool | None, ...]) -> tuple[Tensor, Tensor | None]:
     """Run on copies of those of q, k, v and out that are marked or have an unaligned address, and copy the output back.
 
-    copied: None marks caches that only the quantizer reads, which takes any strides and addresses
+    copied: for each of the four, whether it is marked; None for caches that only the quantizer reads, which takes any strides
+            and addresses
     """
     given = (tensors.q, tensors.k, tensors.v, tensors.out)
     q, k, v, out = (x if x is None or copy is None else addressable(x, copy) for x, copy in zip(given, copied, strict=True))

@@ -1,6 +1,7 @@
 """How the consumer warpgroups write the output of a tile: O through shared memory and the copy engine, and the log-sum-exp.
 
-With split keys, a tile that has only a split of its rows' keys leaves both to be combined instead, see `split_kv.split`.
+With split keys, a tile that has only one split of its rows' keys stores both for `split_kv.combine` instead, see
+`split_kv.split`.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def _copy_tile(first, second, tile, tile_count, desc, smem, args, group: gl.cons
 
 @gluon.jit
 def write_output(acc, state, tile, tile_count, desc, smem, factors, args, group: gl.constexpr, var: gl.constexpr):
-    """Divide O by its sum, start its copy and write lse, or leave both to be combined."""
+    """Divide O by the sums of its rows, then start its copy and write lse, or store both for `split_kv.combine`."""
     S_LAYOUT: gl.constexpr = var.score_layout
     O_LAYOUT: gl.constexpr = var.output_layout
     O1_LAYOUT: gl.constexpr = var.second_output_layout

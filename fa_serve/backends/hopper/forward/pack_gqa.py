@@ -1,16 +1,16 @@
 """Query heads of a KV head that share a tile of the Hopper kernel, for a few queries, as when drafts are verified.
 
 A plain tile has the queries of one head, so a few queries leave most of its rows empty, and each query head of a KV head copies
-the same K and V. With `pack_gqa`, a power of two that FlashAttention-3 calls so too, row r of a tile is query r // pack_gqa of
+the same K and V. With `pack_gqa` (the name is FlashAttention-3's), a power of two, row r of a tile is query r // pack_gqa of
 head r % pack_gqa. K and V are copied once for all of these heads, and the kernel is bound by memory, as decoding is.
 
 The copy engine does the packing: a box of Q has 64 / pack_gqa tokens by pack_gqa heads, whose rows lie in shared memory in
-just this order, and a box of O has the same form (see `plan`). Heads of tiles are then KV heads.
+just this order, and a box of O has the same form (see `plan`). The head of a tile is then a KV head.
 
-Where a KV head has fewer query heads than `pack_gqa` (`padded`), the other rows are queries of the next KV head. They are
-computed and not written, which only `split_kv.split.leave_split` can do: a box of O would overwrite these heads.
+If a KV head has fewer query heads than `pack_gqa` (`padded`), the remaining rows are queries of the next KV head. They are
+computed but must not be written. Only `split_kv.split.leave_split` can leave them out; a box of O would overwrite these heads.
 
-`tiles.heads_to_pack` chooses. Left out: float8 products and lists of key blocks.
+`tiles.heads_to_pack` chooses `pack_gqa`. Left out: float8 products and lists of key blocks.
 """
 
 from __future__ import annotations

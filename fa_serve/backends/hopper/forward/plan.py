@@ -6,11 +6,11 @@ A thread block has one producer warp and one to three consumer warpgroups of 64 
                accelerator, TMA)
     consumers  S = Q K^T and O += P V as asynchronous warpgroup MMAs (wgmma), softmax in registers, O out through TMA
 
-K and V pass through rings of `stages` blocks each. Q, and the record that says which tile it is, passes through a ring of
-`q_stages`. Each stage of a ring has a "full" and an "empty" mbarrier. Within a warpgroup, S of a block is issued before P V
-of the previous block, and both run under the softmax. From tile to tile, the next tile's first S is issued under this tile's
-last P V, and the output is written under it. Between warpgroups, `pingpong` passes the tensor cores around. Scores are in base
-2, and the output is divided by its sum once at the end.
+K and V pass through rings of `stages` blocks each. Q passes through a ring of `q_stages`, together with the record that
+identifies the tile. Each stage of a ring has a "full" and an "empty" mbarrier. Within a warpgroup, S of a block is issued
+before P V of the previous block, and both run while the softmax is computed. Across tiles, the next tile's first S is issued
+while this tile's last P V runs, and the output is written while that S runs. With `pingpong`, the warpgroups take turns at the
+tensor cores. Scores are in base 2, and the output is divided by the sum of its row once at the end.
 
 The hardware bounds packed sequences: descriptors are ragged (see `descriptors.ragged_view`), and rows past the end of a
 sequence read as zero and are not written. So a NaN of a neighbouring sequence is neither read nor overwritten, and no tile
@@ -18,8 +18,8 @@ needs a slow path. A page of a paged cache is bounded in the same way, as a pack
 that are in use; a block of K or V arrives page by page. Entries of the block table after the last page or before a window
 are not read. With float8 products, the kernel reads copies instead of pages (see `triton.float8_inputs`).
 
-With lists of key blocks, the producer copies the blocks of the list and no others (see `block_sparse`). A mask comes with
-the lists of its blocks (see `mask_blocks`).
+With lists of key blocks, the producer copies only the blocks of the list (see `block_sparse`). A mask comes with the lists of
+its blocks (see `mask_blocks`).
 
     run = plan_hopper_forward(tensors, options)      # once for calls that look alike
     out, lse = run(tensors)
@@ -67,27 +67,28 @@ from fa_serve.launching.plans import Run
 from fa_serve.spec import TREE_SPLITS
 
 SHARE_BIAS = False
-"""Compute the tiles of the same head and rows of all sequences one after the other, where they add the same bias: it is read
-from memory once then, and from the L2 cache for the other sequences. Not timed yet, so it is off."""
+"""Whether the tiles of one head and the same rows of all sequences are computed one after the other, if all sequences add the
+same bias. The bias is then read from memory once, and from the L2 cache for the other sequences. Not timed yet, so it is
+off."""
 _MAX_PADDED = 1 << 27
-"""The largest output, in numbers, that padded tiles leave to be combined; the buffer holds it for up to 16 splits. The
-positions in it have 32 bits."""
+"""The largest output, in numbers, for which tiles may be padded. Their results pass through a buffer that holds the output once
+for each of up to 16 splits, and positions in this buffer have 32 bits."""
 
 
 def plan_hopper_forward(
     tensors: AttentionTensors, options: AttentionOptions, tiles: HopperTiles | None = None, max_splits: int | None = None
 ) -> Run:
-    """Plan attention for calls whose tensors have the shapes, strides, dtypes, device and presence of `tensors`.
+    """Plan attention for calls whose tensors have the shapes, strides, dtypes and device of `tensors`, None included.
 
     Queries are dense, or packed by cu_seqlens_q with keys packed by cu_seqlens_k or in the pages of block_table, in the shapes
     of `fa_serve.api`. A mask comes with the `blocks` that were scanned from it. num_splits is ignored, because
-    `HopperBackend.supports` refuses it, but for TREE_SPLITS: the kernel follows the tree then (see `forward.tree`).
+    `HopperBackend.supports` refuses it. The exception is TREE_SPLITS, with which the kernel follows the tree (`forward.tree`).
 
     tiles, max_splits: override the choices of `hopper_forward_tiles` and `key_splits`, for tuning and tests
 
     Returns run(tensors) -> (out, lse or None). Sequences with up to options.skip_q queries are left out: their rows of out and
-    lse stay as they are, and with skip_q > 0 so do the rows behind the last sequence. Tensors that the copy engine cannot
-    address (see `descriptors`) are copied first at each call.
+    lse are not written, and with skip_q > 0 neither are the rows past the last sequence. Each call first copies tensors that
+    the copy engine cannot address (see `descriptors`).
     """
     q = tensors.q
     k = tensors.k
@@ -159,7 +160,7 @@ class _Problem(NamedTuple):
 
     @property
     def paged(self) -> bool:
-        """Whether the kernel reads pages. Of float8 keys in pages it reads copies."""
+        """Whether the kernel reads pages. For float8 products it reads copies instead."""
         return self.form == "paged" and self.options.precision == "bf16"
 
     @property
@@ -266,15 +267,15 @@ def _shares_bias(mask: Tensor | None) -> bool:
 
 
 def has_mask_words(mask: Tensor, dtype: torch.dtype) -> bool:
-    """Whether a float mask is loaded in words of two numbers, four at a time: it has the `dtype` of q, in 16 bits, and its rows
-    begin at multiples of 16 bytes and end there. Its address is a multiple of 16. Words change places through 4 kB of shared
-    memory, which heads of more than 192 numbers do not leave."""
+    """Whether a float mask can be loaded in words of two numbers, four words at a time: it has the 16-bit `dtype` of q, and its
+    rows begin and end at multiples of 16 bytes. `plan_over_blocks` makes its address a multiple of 16, too. Threads exchange
+    words through 4 kB of shared memory, for which heads of more than 192 numbers leave no room."""
     *outer, key = mask.stride()
     return mask.dtype == dtype and key == 1 and mask.shape[3] % 8 == 0 and all(stride % 8 == 0 for stride in outer)
 
 
 def _mask_strides(mask: Tensor | None, var: Variant) -> tuple[int, ...]:
-    """In the units of what the kernel loads."""
+    """The strides of a mask in units of what the kernel loads: words if `mask_words`, else numbers."""
     strides = broadcast_strides(mask)
     return (*[stride // 2 for stride in strides[:3]], strides[3]) if var.mask_words else strides
 
@@ -308,7 +309,7 @@ def _plan_table(problem: _Problem, var: Variant, counts: _TileCounts, resident: 
 
 
 def _split_limit(problem: _Problem, tiles: HopperTiles) -> int:
-    """Into how many splits the keys of a row may be cut. The host knows lengths by their sum and their maximum."""
+    """Into how many splits the keys of a row may be cut. The host knows only the sum and the maximum of the lengths."""
     options = problem.options
     if not problem.packed or options.precision != "bf16" or problem.blocks is not None:
         return 1
@@ -316,7 +317,7 @@ def _split_limit(problem: _Problem, tiles: HopperTiles) -> int:
     keys = options.max_seqlen_k if left < 0 else min(options.max_seqlen_k, left + options.max_seqlen_q)
     queries = tiles.block_m // problem.pack_gqa
     longest = -(-options.max_seqlen_q // queries)
-    # with equal lengths, each sequence has as many tiles as the longest; else their sum fills at least this number of tiles
+    # with equal lengths, each sequence has as many tiles as the longest; else all queries fill at least this number of tiles
     count = problem.batch * longest if problem.equal else max(longest, problem.q.shape[0] // queries)
     resident = multiprocessors(problem.device, 132) * tiles.blocks_per_sm
     return key_splits(count * problem.tile_heads, resident, options.max_seqlen_q, keys)
@@ -344,14 +345,14 @@ def _count_tiles(problem: _Problem, var: Variant, resident: int, max_splits: int
     if problem.packed:
         per_head = max_tile_count(problem.q.shape[0], batch, options.max_seqlen_q, var.queries, options.skip_q)
         # Tiles of the same length follow one another. They belong to all sequences if these are equally long, else usually to
-        # a few. All tiles of a sequence should find its keys in the L2 cache.
+        # a few sequences. All tiles of a sequence should find its keys in the L2 cache.
         causal = options.window_size[1] >= 0 and options.window_size[0] < 0
         together = batch if problem.equal and causal else min(4, batch)
         group, tail = head_group(problem.num_heads, problem.heads_per_kv, kv_bytes * together, per_head)
     else:
         per_head = num_m * batch
         equal = options.window_size[0] < 0 and options.window_size[1] < 0
-        # heads of all sequences stand together or apart
+        # a head of all sequences is computed together, or each sequence by itself
         sequences = batch if var.sequences_first else 1
         group, tail = head_group(
             batch * problem.num_heads, problem.heads_per_kv * sequences, kv_bytes * sequences, num_m, equal
@@ -391,7 +392,7 @@ def _numbers(problem: _Problem, counts: _TileCounts, combine: Combine | None) ->
 
 
 def _list_numbers(problem: _Problem) -> dict[str, int]:
-    """What `Numbers` says about lists, of lists that are contiguous."""
+    """The fields of `Numbers` about lists, which are contiguous."""
     blocks = problem.blocks
     if blocks is None:
         return {}
@@ -416,7 +417,7 @@ def base_2_scales(softmax_scale: float, softcap: float) -> tuple[float, float]:
 
 
 def _views(problem: _Problem, var: Variant) -> tuple[View | None, ...]:
-    """How the kernel sees both parts of q, k, v and out. The second parts are columns d0 or dv0 and on of the same tensors."""
+    """How the kernel sees both parts of q, k, v and out. A second part begins at column d0 or dv0 of the same tensor."""
 
     def parts(
         x: TensorLayout, rows: int, *widths: int, heads: int = 1, packed: bool = problem.packed
@@ -425,7 +426,7 @@ def _views(problem: _Problem, var: Variant) -> tuple[View | None, ...]:
         return tuple([view(*x, rows, width, heads) if width else None for width in widths])
 
     def page_parts(x: TensorLayout, *widths: int) -> tuple[View | None, ...]:
-        """The rows of a page; a box has at most 64 columns."""
+        """The views of the rows of a page; a box has at most 64 columns."""
         return parts(TensorLayout(x.shape[1:], x.strides[1:], x.dtype), var.page_rows, *[min(width, 64) for width in widths])
 
     block_n = var.tiles.block_n

@@ -1,7 +1,7 @@
 """The producer warp: it assigns tiles to its thread block and starts every copy from global to shared memory.
 
 The producer asks for the next tile while the copies of the current one are in flight. It writes each tile's record to shared
-memory beside the tile's queries, so that the consumers decode no index and read no length.
+memory next to the tile's queries, so that the consumers need not decode indices or read lengths.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class PagedOperand(NamedTuple):
 
 @gluon.jit
 def field_of(record, i: gl.constexpr, layout: gl.constexpr, size: gl.constexpr = 8):
-    """Element `i` of a small tensor of integers, as a scalar: every thread has all of it, so the sum needs no exchange."""
+    """Element `i` of a small tensor of integers, as a scalar. Each thread has all elements, so the sum needs no exchange."""
     return gl.sum(gl.where(gl.arange(0, size, layout=layout) == i, record, 0), 0)
 
 
 @gluon.jit
 def unpack_tile(record, layout: gl.constexpr):
-    """The tile of a record [8], int32: its fields in their order."""
+    """The tile of a record [8], int32, which holds the fields of the tile in their order."""
     return Tile(
         field_of(record, 0, layout),
         field_of(record, 1, layout),
@@ -71,8 +71,8 @@ def _locate_tile(index, tiles, heads, args):
     """The `index`-th tile of the launch -> (head, number of the tile among the `tiles` of this head).
 
     Tiles of `head_group` heads follow one another, because these heads' keys share the L2 cache. Within a group the longest
-    tiles come first, and tiles of the same length follow in the order of heads. The last group has `head_tail` heads and those
-    that do not fill a group: a short last group would leave most thread blocks without work.
+    tiles come first, and tiles of the same length are in the order of heads. The last group has `head_tail` heads, and also the
+    heads that would not fill another group: a shorter last group would leave most thread blocks without work.
     """
     safe = gl.maximum(gl.minimum(index, tiles * heads - 1), 0)
     per_group = gl.maximum(args.head_group * tiles, 1)
@@ -85,7 +85,7 @@ def _locate_tile(index, tiles, heads, args):
 
 @gluon.jit
 def _dense_tile(index, args, var: gl.constexpr):
-    """-> the `index`-th tile of a dense batch, whose row is -1 behind the last one, and its sequence."""
+    """-> the `index`-th tile of a dense batch, and its sequence. Past the last tile, the row is -1."""
     batch_head, m = _locate_tile(index, args.num_m, args.total // args.num_m, args)
     if var.has_right or var.mask != "none":  # the last rows of most masks see the most keys, too
         m = args.num_m - 1 - m
@@ -122,7 +122,7 @@ def _packed_tile(index, args, live, var: gl.constexpr):
 
 @gluon.jit
 def _tile(index, args, live, var: gl.constexpr):
-    """-> the tile, and its list or else the number of its sequence."""
+    """-> the tile, and its list or, without lists, the number of its sequence."""
     if var.varlen:
         tile, sequence = _packed_tile(index, args, live, var)
     else:
@@ -293,7 +293,7 @@ def producer(desc, smem, bars, args, var: gl.constexpr):
         smem.record.index(stage).store(_pack(tile))
         _load_queries(tile, head, stage, desc, smem, bars, var)
         index = _next_index(args, var)
-        # the consumers' order, that of `block_at` or of the list, and K one block ahead of V
+        # blocks in the order of the consumers, which is that of `block_at` or of the list; K is one block ahead of V
         if var.block_k > 0:
             upcoming = listed_key_block(1, of, args.lists, var)
             for j in range(1, blocks + 1):
@@ -313,8 +313,8 @@ def producer(desc, smem, bars, args, var: gl.constexpr):
         block_count += blocks
         tile_count += 1
         tile, of = _tile(index, args, live, var)
-    # the last record says that no tile is left; a plain grid gives a thread block one tile at most, and only a thread block
-    # without any needs to be told
+    # The last record says that no tile is left. With a plain grid a thread block has at most one tile, and its consumers only
+    # need this record if it has none.
     if var.tiles.schedule != 0 or tile_count == 0:
         stage = tile_count % var.tiles.q_stages
         mbarrier.wait(bars.q_empty.index(stage), ((tile_count // var.tiles.q_stages) & 1) ^ 1)

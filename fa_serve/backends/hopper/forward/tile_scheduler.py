@@ -1,10 +1,9 @@
 """Which tile comes next: the table of tiles for packed sequences, and the counters of the dynamic schedule.
 
 Packed sequences have lengths that only the device knows. A small kernel turns them into a table of the tiles that exist,
-longest first, and the attention kernel reads one record of 32 bytes per tile. It also clears the rows behind the last
-sequence, which have no tile. So no thread block starts without work, the host
-does not wait for the device, and sequences of unequal lengths are balanced. FlashAttention-3 instead finds its tiles by a
-prefix sum in each thread block.
+longest first, and the attention kernel reads one record of 32 bytes per tile. The small kernel also clears the rows past the
+last sequence, which have no tile. So no thread block starts without work, the host does not wait for the device, and sequences
+of unequal lengths are balanced. FlashAttention-3 instead finds its tiles by a prefix sum in each thread block.
 
 A record is 8 int32, the fields of `types.Tile`: first query row in the sequence (-1: no tile), the sequence's number
 (where the reader puts the head), first row of the sequence in q, number of queries, first row in k (in a paged cache: the
@@ -39,7 +38,7 @@ def ceil_div_up_to_zero(x, block):
 
 @triton.jit
 def _tiles_above(blocks, q_len, kv_len, right, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_RIGHT: tl.constexpr):
-    """The number of tiles of each sequence that reach past `blocks` key blocks: its last ones, as later rows reach further."""
+    """How many tiles of each sequence reach past `blocks` key blocks: its last tiles, because later rows reach further."""
     tiles = ceil_div_up_to_zero(q_len, BLOCK_M)
     first = q_len * 0
     if HAS_RIGHT:
@@ -51,7 +50,7 @@ def _tiles_above(blocks, q_len, kv_len, right, BLOCK_M: tl.constexpr, BLOCK_N: t
 
 @triton.jit
 def sequence_bounds(b, batch, skip_q, cu_q_ptr, k_ptr, PAGED: tl.constexpr, GROUP: tl.constexpr):
-    """First query, number of queries, first key and number of keys of sequences b; no queries if another kernel has them.
+    """First query, number of queries, first key and number of keys of sequences b; 0 queries if another kernel computes them.
 
     GROUP: 1, or each sequence begins at a multiple of GROUP keys, see `triton.float8_inputs`
     """
@@ -71,8 +70,9 @@ def sequence_bounds(b, batch, skip_q, cu_q_ptr, k_ptr, PAGED: tl.constexpr, GROU
 class PackedOutput(NamedTuple):
     """Where the launch of a table finds the rows of out and lse that have no tile.
 
-    stride_lse: of lse by head; stride_token, stride_head: of out
-    tail:       the fewest rows that belong to no sequence
+    stride_lse: numbers of lse from one head to the next
+    stride_token, stride_head: strides of out
+    tail:       a lower bound of the number of rows that belong to no sequence
     """
 
     total_q: int
@@ -97,7 +97,7 @@ class PackedOutput(NamedTuple):
         return self.dim_v, power_of_2(self.dim_v)
 
     def programs(self, records: int) -> int:
-        """The programs of a table with room for `records`: one for each, and more for a long tail."""
+        """How many programs make a table with room for `records` records: one for each record, or more if the tail is long."""
         return max(records, min(self.tail // _CLEARED_ROWS, 1 << 10))
 
 
@@ -107,9 +107,9 @@ OUTPUT = ("total_q", "num_heads", "stride_lse")
 
 @triton.jit
 def clear_tail(out_ptr, lse_ptr, cu_q_ptr, batch, skip_q, output, DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr):
-    """Clear the rows behind the last sequence, unless another kernel does because it has the sequences of up to skip_q queries.
+    """Clear the rows past the last sequence, unless the kernel that computes the sequences of up to skip_q queries does so.
 
-    output: total_q, num_heads, and the strides of lse by head and of out by token and head
+    output: total_q, num_heads, the stride of lse from head to head, and the strides of out from token to token and head to head
     """
     total_q, num_heads, stride_lse, stride_token, stride_head = output
     if skip_q == 0:
@@ -147,9 +147,9 @@ def _tile_table(
     GROUP: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """One program per tile finds the tile's sequence, counts the tiles that come before it, and writes its record there.
+    """One program per tile finds the tile's sequence, counts the tiles that come before, and writes its record at that index.
 
-    All programs clear the rows behind the last sequence, and those from `max_tiles` on write nothing else.
+    All programs clear the rows past the last sequence, and those from `max_tiles` on write nothing else.
     """
     index = tl.program_id(0)
     output = (total_q, num_heads, stride_lse, stride_token, stride_head)
@@ -193,7 +193,7 @@ def _tile_table(
             if blocks == 0:
                 as_long = ceil_div_up_to_zero(ql, BLOCK_M)
             rank += tl.sum(tl.where(b < sequence, as_long, longer), 0)
-        # equally long tiles of one sequence stand in reverse order: count those whose rows come after this tile's
+        # equally long tiles of one sequence are in reverse order: count those whose rows come after this tile's
         tiles = ceil_div_up_to_zero(q_len, BLOCK_M)
         longer_own = _tiles_above(blocks, q_len, kv_len, right, BLOCK_M, BLOCK_N, HAS_RIGHT)
         rank += tiles - longer_own - 1 - m
@@ -256,9 +256,9 @@ def tile_table(launch: Launch, max_tiles: int, cu_seqlens_q: Tensor, keys: Tenso
 class TileCounters:
     """Counters that are zero, for the dynamic schedule of dense batches: one int32 for each launch that may run at a time.
 
-    The thread block that takes the last tile sets its counter back to zero, so a launch needs no memset. Launches on one stream
+    The last request of a launch for a tile sets the counter back to zero, so a launch needs no memset. Launches on one stream
     run one after the other and share a counter. A captured graph may be replayed on any stream, so captured launches do not
-    share counters; a counter is used again after 16,384 captured launches, far more than could run at a time.
+    share counters; a counter is used again after 16,384 captured launches, far more than could run at the same time.
     """
 
     def __init__(self) -> None:

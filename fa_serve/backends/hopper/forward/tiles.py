@@ -36,16 +36,16 @@ class HopperTiles:
     block_n:   keys in a block
     stages:    blocks of K in flight, and as many blocks of V
     q_stages:  query tiles in shared memory. With 2, the next tile's queries arrive while this tile computes, and with `overlap`
-               the next tile's first QK^T is issued under this tile's last PV. With 1, a resident thread block starts each tile
-               cold
-    pingpong:  warpgroups take turns at issuing products, so that one computes its softmax under the other's products
-    overlap:   QK^T of a block is issued before PV of the previous block, and both run under the softmax (FlashAttention-3,
-               section 3.2). False waits for each product and is an ablation
-    softmax_first: all exponentials of a block come before the wait for PV of the previous block; otherwise ptxas chooses
+               the next tile's first QK^T is issued while this tile's last PV runs. With 1, a resident thread block starts each
+               tile cold
+    pingpong:  warpgroups take turns at issuing products, so that one computes its softmax while the other's products run
+    overlap:   QK^T of a block is issued before PV of the previous block, and both run during the softmax (FlashAttention-3,
+               section 3.2). With False, the kernel waits for each product; this is an ablation
+    softmax_first: all exponentials of a block come before the wait for PV of the previous block; otherwise ptxas places them
     o_parts:   0: O leaves through the buffer of its queries, which is free for new queries when O has left. 2: O leaves in two
                halves through a buffer of half its size, and the queries' buffer is free after the tile's last QK^T
     blocks_per_sm: thread blocks that share a multiprocessor; more than one needs small tiles
-    rescale_late: O is multiplied for a new maximum after QK^T of the next block is issued, under it, instead of before
+    rescale_late: O is rescaled for a new maximum while QK^T of the next block runs, instead of before that product is issued
     """
 
     groups: int
@@ -79,10 +79,10 @@ class HopperTiles:
 
 MAX_HEAD_DIM = 256
 MAX_HEAD_DIM_OF_TREE = 128
-"""Two outputs of wider heads do not fit the registers, see `forward.tree`."""
+"""For wider heads, the two outputs that a tree needs do not fit in the registers, see `forward.tree`."""
 HALVES_TREE_TILES = False
-"""The switch: whether calls that follow the tree, and whose tiles of 128 rows do not fill the GPU, have tiles of 64 rows, two
-on a multiprocessor. It may be on where `benchmarks/tuning/tune_tree.py` has found them faster for 512 queries behind 8192
+"""The switch: whether calls that follow the tree have tiles of 64 rows, two on a multiprocessor, if their tiles of 128 rows do
+not fill the GPU. It may be switched on once `benchmarks/tuning/tune_tree.py` has found them faster for 512 queries over 8192
 keys."""
 SHARED_BYTES = 232_448
 """Shared memory of one thread block on Hopper."""
@@ -101,9 +101,9 @@ def value_columns(head_dim_v: int) -> tuple[int, int]:
 def _columns(head_dim: int, widest: int) -> tuple[int, int]:
     """-> columns of the first part, and of the second part or 0, for a head_dim up to 256.
 
-    Columns are powers of two, because all tensors of Triton are. The copy engine fills columns past head_dim with zeros. Two
-    parts waste little: 80 is computed as 64 + 16, 96 as 64 + 32 and 192 as 128 + 64, while 72 costs as much as 80, 112 as much
-    as 128 and 224 as much as 256.
+    Columns are powers of two, because the sizes of all tensors of Triton are. The copy engine fills columns past head_dim with
+    zeros. Two parts waste little: 80 is computed as 64 + 16, 96 as 64 + 32 and 192 as 128 + 64, while 72 costs as much as 80,
+    112 as much as 128 and 224 as much as 256.
     """
     first = min(max(32, 1 << head_dim.bit_length() - 1), widest)
     rest = head_dim - first
@@ -125,7 +125,7 @@ def hopper_forward_tiles(
 ) -> HopperTiles:
     """The tiles of one call; a paged call also counts as varlen.
 
-    If V has other columns than Q, O does not fit the buffer of its queries and leaves through a separate one.
+    If the columns of V differ from those of Q, O does not fit in the buffer of its queries and leaves through a separate one.
 
     Figures in the comments without a unit are TFLOPS on one H200 with bfloat16 and 16k tokens of hidden size 2048, measured by
     `benchmarks/tuning/tune_hopper.py`. Lengths such as 512, 2k and 16k are numbers of keys.
@@ -140,9 +140,10 @@ def hopper_forward_tiles(
 
 @lru_cache(maxsize=256)
 def list_tiles(head_dim: int, head_dim_v: int, block_size: tuple[int, int]) -> HopperTiles:
-    """The tiles of a call with lists: the rows of a tile lie in one block of queries, its keys in one block of keys.
+    """The tiles of a call with lists: the rows of a tile lie in one block of queries, and the keys of each of its blocks in one
+    block of the list.
 
-    These follow from `hopper_forward_tiles` and the size of blocks alone. None has been measured.
+    They follow only from `hopper_forward_tiles` and the size of blocks. None of them has been measured.
     """
     rows, keys = block_size
     d0, d1 = key_columns(head_dim)
@@ -168,9 +169,10 @@ def list_tiles(head_dim: int, head_dim_v: int, block_size: tuple[int, int]) -> H
 def tree_tiles(head_dim: int, head_dim_v: int, count: int) -> HopperTiles:
     """The tiles of a call that follows the tree: its blocks have 64 keys, and a row has two outputs in registers.
 
-    count: tiles of 128 rows that the call has at most
+    count: the most tiles of 128 rows that the call may have
 
-    In us on one H200 (16/8 heads of 128), the usual tiles and this one: 4096 queries 127 and 152, 16 x 512 62 and 63.
+    Times in us on one H200 (16/8 heads of 128), with the usual tiles and with this tile: 127 and 152 for 4096 queries, 62 and
+    63 for 16 x 512.
     """
     d0, d1 = key_columns(head_dim)
     dv0, dv1 = value_columns(head_dim_v)
@@ -210,11 +212,11 @@ def _tiles_of_width(
     if right >= 0:
         seen = min(seen - max_seqlen_q // 2, left + right + 1 if left >= 0 else seen)
     if width <= 128 and (max_seqlen_q <= 64 or _small_are_faster(width, window, max_seqlen_q, seen, varlen, paged)):
-        # One warpgroup holds all rows there are, or visits few keys that its rows do not see. Two or three thread blocks share
-        # a multiprocessor and hide each other's start and end.
+        # One warpgroup holds all rows of the call, or a small tile visits fewer keys that its rows do not see. Two or three
+        # thread blocks share a multiprocessor and hide each other's start and end.
         # 512 packed sequences of 64 tokens reach 88, and 68 with a plain grid.
-        # With 3 thread blocks, 64 causal sequences of 197 tokens take 141 us (32 heads of 96), and 154 with 2; there are no
-        # registers for 3 with a producer that reads a block table. At D128, 64 such sequences take 132 us (32/8 heads), and
+        # With 3 thread blocks, 64 causal sequences of 197 tokens take 141 us (32 heads of 96), and 154 with 2. A producer that
+        # reads a block table leaves no registers for 3 thread blocks. At D128, 64 such sequences take 132 us (32/8 heads), and
         # 136 with all exponentials before the wait.
         blocks = 3 if width <= 64 or (width <= 96 and not paged) else 2
         stages = 3 if width <= 64 else 2
@@ -222,8 +224,8 @@ def _tiles_of_width(
     if max_seqlen_q <= 64:
         return HopperTiles(1, 64, 2, 1, Schedule.GRID, o_parts=2)
     if width_v > 160 or width_k > 192 or (width > 128 and width_k + width_v > 320):
-        # Shared memory has room for one query tile only. With a buffer for half of O, the next queries arrive under the last
-        # PV: 517 at 512, and 466 without the buffer. Rescaling O before the next QK^T reaches 691 at 4k, and under it 659.
+        # Shared memory has room for one query tile only. With a buffer for half of O, the next queries arrive during the last
+        # PV: 517 at 512, and 466 without the buffer. Rescaling O before the next QK^T reaches 691 at 4k, and during it 659.
         # At D192 there is room for a third stage. With it, late rescaling and ping-pong, 16k tokens take 0.94 to 0.99 of the
         # time.
         if width <= 192:
@@ -238,7 +240,7 @@ def _tiles_of_width(
         # 561 us with three and 401 us with two.
         return HopperTiles(2, 128, 3, 2, Schedule.DYNAMIC, softmax_first=False)
     if width <= 64:
-        # Exponentials where ptxas puts them reach 409 at 512, before the wait 375; at 8k both reach 516.
+        # Exponentials where ptxas puts them reach 409 at 512, and exponentials before the wait 375; at 8k both reach 516.
         # Long causal tiles lose nothing by a cold start: 16k takes 2.18 ms with one query stage and 2.34 ms with two. Packed
         # sequences may be short, so they keep two stages.
         # Late rescaling reaches 501 against 472 at 2k and 543 against 535 at 16k, but 405 against 412 at 512 and 489 against
@@ -255,9 +257,9 @@ def _tiles_of_width(
         )
     # Ping-pong helps where tiles are short (625 against 604 at 1k, causal 526 against 482 at 2k) but not at 16k (755 against
     # 757, causal 745 against 747). Late rescaling helps without ping-pong (757 against 745 at 16k, causal 747 against 733),
-    # with pages (617 against 602), and beside ping-pong at D72 without a mask (2 packed sequences of 8192 tokens: 1313 against
-    # 1343 us). Exponentials where ptxas puts them help short tiles: 32 causal sequences of 512 tokens take 187 us, and 195 with
-    # exponentials before the wait. With pages that would be one more kernel for the engine to compile.
+    # with pages (617 against 602), and together with ping-pong at D72 without a mask (2 packed sequences of 8192 tokens: 1313
+    # against 1343 us). Exponentials where ptxas puts them help short tiles: 32 causal sequences of 512 tokens take 187 us, and
+    # 195 with exponentials before the wait. Pages do without it, which saves the engine the compilation of one more kernel.
     pingpong = varlen or max_seqlen_k <= (4096 if masked else 1024)
     return HopperTiles(
         2,
@@ -277,11 +279,11 @@ def _small_are_faster(width: int, window: tuple[int, int], max_seqlen_q: int, se
     D64 causal reaches 302 at 512, 378 at 1k and 430 at 2k; the larger tile reaches 246, 339 and 409. At 8k it is the other way
     round, 475 and 526. A window of 128 at 16k takes 0.44 of the time of that tile. Wide windows were not compared.
 
-    In us on one H100, this tile and the larger one. Causal: 71 heads of 64, 32 packed sequences of 64 to 4096 tokens, 1119 and
-    1206; 32/32 heads of 96, 64 sequences of 197 tokens 141 and 152, 32 of 512 tokens 185 and 196; 32/8 heads of 128, the same
-    lengths, 132 and 139, 201 and 187. Without a mask, 16 heads of 64, 16k tokens in sequences of 197 59 and 86; of 257 80
-    and 101; of 384 77 and 75; of 577 126 and 135; of 730 140 and 131; of 1024 174 and 173: this tile is faster where the
-    last one of 192 rows is nearly empty.
+    Times in us on one H100, with this tile and with the larger one. Causal: 71 heads of 64, 32 packed sequences of 64 to 4096
+    tokens: 1119 and 1206; 32/32 heads of 96, 64 sequences of 197 tokens: 141 and 152, 32 of 512 tokens: 185 and 196; 32/8 heads
+    of 128, the same lengths: 132 and 139, 201 and 187. Without a mask, 16 heads of 64, 16k tokens in sequences of 197: 59 and
+    86; of 257: 80 and 101; of 384: 77 and 75; of 577: 126 and 135; of 730: 140 and 131; of 1024: 174 and 173. This tile is
+    faster where the last of the tiles of 192 rows would be nearly empty.
     """
     left, right = window
     if left < 0 and right < 0:
@@ -293,28 +295,28 @@ def _small_are_faster(width: int, window: tuple[int, int], max_seqlen_q: int, se
 
 
 def heads_to_pack(heads_per_kv: int, max_seqlen_q: int, *, may_pad: bool) -> int:
-    """How many query heads share a tile, a power of two: those of a KV head if there are few queries, else 1.
+    """How many query heads share a tile, a power of two: all heads of a KV head if there are few queries, else 1.
 
     See `pack_gqa`.
 
-    may_pad: rows of a tile may have no head, because its output is combined
+    may_pad: whether the number may be rounded up to a power of two, because the output of padded tiles can be combined
     """
     pack_gqa = power_of_2(heads_per_kv)
     return pack_gqa if max_seqlen_q <= FEW_QUERIES and pack_gqa <= 64 and (may_pad or pack_gqa == heads_per_kv) else 1
 
 
 MAX_SPLITS = 16
-"""Splits of the keys of a row, at most."""
+"""The most splits into which the keys of a row are cut."""
 MIN_BLOCKS_OF_A_SPLIT = 8
-"""Key blocks that are worth the start and the end of a thread block, and a part of combining."""
+"""With fewer key blocks, a split does not pay for the start and the end of a thread block and its part of the combining."""
 MIN_SPLIT_KEYS_OF_FEW = 4096
-"""From how many visible keys on those of up to FEW_QUERIES queries are split: splitting costs 5 us, in which a thread block
+"""The keys of up to FEW_QUERIES queries are split from this many visible keys on: splitting costs 5 us, in which a thread block
 reads about 1000 keys of such a tile."""
 FULL_WAVES = 0.85
-"""Prompts stay whole if their tiles fill at least this share of one or two waves of thread blocks. With more waves they always
-do."""
+"""The keys of prompts stay whole if their tiles fill at least this share of one or two waves of thread blocks, and always with
+more waves."""
 MIN_FILLED = 0.45
-"""With tiles of a few queries for a smaller share of the thread blocks of an H100, the decoding kernel is faster."""
+"""If tiles of a few queries occupy a smaller share of the thread blocks of an H100, the decoding kernel is faster."""
 
 
 def key_splits(tiles: int, resident: int, max_seqlen_q: int, keys: int) -> int:
@@ -322,16 +324,16 @@ def key_splits(tiles: int, resident: int, max_seqlen_q: int, keys: int) -> int:
 
     tiles: a lower bound of the tiles of the launch
     resident: thread blocks that run at once
-    keys:  what a row of the longest sequence sees
+    keys:  how many keys a row of the longest sequence sees
 
     The limit bounds the buffer: about 4 partial outputs for each thread block that runs at once, 16 for a few queries, but at
     least 2 for each tile of a few queries. Prompts whose tiles fill the GPU stay whole. For a few queries the device decides,
     because their sequences may be of very unequal lengths.
 
-    In us on one H200 with 16-bit heads of 128, whole and split: 32 tiles 63 and 32 (16 heads, 256 queries behind 4096 keys),
-    64 tiles 107 and 69 (512 behind 8192), 783 and 400 (32 heads, 256 behind 65,536); but 128 tiles for 132 thread blocks 113
-    and 117, 256 tiles 129 and 137. 4 queries of 31 sequences of 500 keys and of one of 65,536: 722 whole, 127 with up to 8
-    splits, 107 with up to 16. 16 queries of 16 sequences of 1024 keys: 29 and 34.
+    Times in us on one H200 with 16-bit heads of 128, whole and split: 32 tiles 63 and 32 (16 heads, 256 queries over 4096
+    keys), 64 tiles 107 and 69 (512 over 8192), 783 and 400 (32 heads, 256 over 65,536); but 128 tiles for 132 thread blocks 113
+    and 117, 256 tiles 129 and 137. 4 queries in each of 31 sequences of 500 keys and one of 65,536: 722 whole, 127 with up to 8
+    splits, 107 with up to 16. 16 queries in each of 16 sequences of 1024 keys: 29 and 34.
     """
     few = max_seqlen_q <= FEW_QUERIES
     if keys < max(MIN_SPLIT_KEYS_OF_FEW if few else MIN_SPLIT_KEYS, 4 * max_seqlen_q):
@@ -348,13 +350,13 @@ def packs_queries(
 ) -> bool:
     """Whether this kernel is faster than the decoding kernel for up to FEW_QUERIES queries per sequence over a paged cache.
 
-    In us on one H200 with bfloat16 and heads of 128, decoding kernel and this one: 16 sequences of 2048 keys with 16 queries 51
-    and 43 (32/8 heads), 78 and 45 (64/8), 142 and 131 (32/32); 128 sequences of 1024 keys with 4 queries 137 and 133 (32/8),
-    147 and 136 (64/8); 32 sequences of 4096 keys with 8 queries 153 and 131 (32/8), 162 and 132 (64/8). The decoding kernel is
-    bound by instructions there, and this one by memory. 16 sequences of 8192 keys with 4 queries, which were split then and
-    stay whole now, 152 and 139 (64/8), 140 and 139 (32/8), 85 and 81 (64/8 heads of 64); one of 65,536 keys beside 31 of 500
-    115 and 107 (64/8), 105 and 106 (32/8). One sequence has too few tiles: 16 queries behind 8192 keys take 25 and 30, 4 behind
-    1024 8 and 16.
+    Times in us on one H200 with bfloat16 and heads of 128, of the decoding kernel and of this one: 16 sequences of 2048 keys
+    with 16 queries: 51 and 43 (32/8 heads), 78 and 45 (64/8), 142 and 131 (32/32); 128 sequences of 1024 keys with 4 queries:
+    137 and 133 (32/8), 147 and 136 (64/8); 32 sequences of 4096 keys with 8 queries: 153 and 131 (32/8), 162 and 132 (64/8).
+    The decoding kernel is bound by instructions there, and this one by memory. 16 sequences of 8192 keys with 4 queries, which
+    were split then and stay whole now: 152 and 139 (64/8), 140 and 139 (32/8), 85 and 81 (64/8 heads of 64); one sequence of
+    65,536 keys and 31 of 500: 115 and 107 (64/8), 105 and 106 (32/8). A single sequence has too few tiles: 16 queries over 8192
+    keys take 25 and 30, 4 over 1024 take 8 and 16.
     """
     if not 1 < max_seqlen_q <= FEW_QUERIES or max(head_dim, head_dim_v) > 128:
         return False
@@ -368,7 +370,7 @@ def packs_queries(
 def head_group(
     batch_heads: int, heads_per_kv: int, kv_bytes_per_head: int, tiles_per_head: int, equal: bool = False
 ) -> tuple[int, int]:
-    """-> (query heads computed together, least number of heads in the last group); see `producer._locate_tile`.
+    """-> (query heads computed together, the fewest heads in the last group); see `producer._locate_tile`.
 
     batch_heads:       query heads of all sequences that the launch computes
     kv_bytes_per_head: size of the keys and values of one KV head
@@ -378,8 +380,8 @@ def head_group(
     Heads are computed together as long as their keys and values fit a third of the L2 cache, which has 50 MiB in two halves
     that may both hold a line. At D128 and 16k keys, groups of 4 heads read 645 MB of memory, where 207 MB is the least.
     The last group has enough heads for about three tiles per multiprocessor, so that the thread blocks finish at about the same
-    time: D256 causal at 4k loses 19% with 1 head and 13% with 4. If that is half of all heads, all heads are computed together:
-    D256 causal at 16k reaches 805 TFLOPS, and 786 with the last 4 of 8 apart.
+    time: D256 causal at 4k loses 19% with 1 head and 13% with 4. If these are at least half of all heads, all heads are
+    computed together: D256 causal at 16k reaches 805 TFLOPS, and 786 with the last 4 of 8 apart.
     Equal tiles finish evenly in any order, so KV heads are computed one by one: D256 reaches 806 against 789 TFLOPS at 4k and
     696 against 678 at 1k. At 16k this is no faster: D64 reaches 600 against 610.
     """

@@ -1,7 +1,8 @@
-"""Groups of keys, for the tree of `triton.tree.plan`, whose bits this kernel has then: the groups before the open one, folded.
+"""The tree of deterministic mode in the Hopper kernel: it folds groups of keys, and has the bits of `triton.tree.plan`.
 
-Key blocks come in their order. The consumer computes a group by the online softmax from an empty state, as it computes a whole
-tile otherwise, and folds it where the next group begins. Both outputs of a row are in registers then, so a block has 64 keys.
+Key blocks are visited from the first to the last. The consumer computes a group by the online softmax from an empty state, as
+it computes a whole tile without a tree, and folds the group into the result when the next group begins. The registers hold two
+outputs of each row, that of the folded groups and that of the open group, so a block has only 64 keys.
 
 Every number is computed by the expressions of the portable kernel (`group_softmax`, `fold_rows` and `fold_outputs` of
 `primitives`), and products and sums over a row's scores have the same instructions in the same order: blocks of 64 keys, scores
@@ -20,7 +21,7 @@ from fa_serve.backends.triton.primitives import LOG2E, fold_outputs, fold_rows
 
 
 class Folded(NamedTuple):
-    """The groups that are folded, of 64 rows; numbers that nothing reads where there is no tree.
+    """The result of the folded groups for 64 rows; without a tree, placeholders that nothing reads.
 
     m, l:  [64], the maximum in base 2, and the sum
     first, second: as in `consumer.Output`
@@ -34,7 +35,7 @@ class Folded(NamedTuple):
 
 @gluon.jit
 def first_groups(tile, acc, args, layout: gl.constexpr, var: gl.constexpr):
-    """What the first group is folded into: nothing, or a sink, which is one more key that has a score and no value.
+    """The state into which the first group is folded: empty, or the sink, which counts as a key with a score and no value.
 
     acc: an output of zeros
     """
@@ -70,7 +71,7 @@ def _column(x, layout: gl.constexpr):
 
 @gluon.jit
 def block_at(tile, j, var: gl.constexpr):
-    """The key block that is the `j`-th of a tile: from the last one to the first, or in the order of the tree."""
+    """The `j`-th key block that a tile visits: from the last block to the first or, with a tree, from the first to the last."""
     if var.tree_blocks > 0:
         return tile.low + j
     else:  # noqa: RET505

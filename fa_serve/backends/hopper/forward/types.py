@@ -1,6 +1,6 @@
 """What the warps of the Hopper kernel agree on: the compiled variant, and what its partitions hand to one another.
 
-Named tuples travel through Gluon functions as the values that they hold; nothing of them exists at run time.
+Gluon functions pass a named tuple on as the values that it holds; the tuple itself does not exist at run time.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ class Variant:
     """Everything that is fixed when the kernel is compiled, passed as one constexpr.
 
     tiles:      shape of a tile, stages, schedule
-    d0, d1:     columns in shared memory of the first part of Q and K and of their second part, see `tiles.key_columns`
-    dv0, dv1:   the same of V and O, see `tiles.value_columns`
+    d0, d1:     columns in shared memory of the first and of the second part of Q and K, see `tiles.key_columns`
+    dv0, dv1:   columns of the first and of the second part of V and O, see `tiles.value_columns`
     varlen:     sequences are packed, or their keys are in pages; else the batch is dense
     has_left, has_right, softcap: whether the options have a left bound, a right bound, a softcap; their values are arguments
-    page_size:  tokens of a page of the KV cache, 0 without one
+    page_size:  tokens per page of the KV cache, 0 if keys are not in pages
     block_q, block_k: queries and keys per block of the lists, 0 without lists; bits: partial blocks have bits
-    mask:       what the lists were scanned from, "bool" or "float", else "none"; mask_words: see `plan.has_mask_words`
+    mask:       the mask that the lists were scanned from, "bool" or "float", or "none"; mask_words: see `plan.has_mask_words`
     sequences_first: (dense) tiles of the same head and rows of all sequences follow one another, see `plan.SHARE_BIAS`
     precision:  the option of the call. "bf16": Q, K, V and P have 16 bits; "qk8": Q and K are float8 with scales; "fp8": V and
                 P are float8 as well. See `triton.float8_inputs`
     gaps:       (float8 keys, varlen) the copies of keys are packed with gaps; else they are a dense batch. See
                 `triton.float8_inputs`
-    pack_gqa:   query heads that share a tile, see `pack_gqa`; padded: a KV head has fewer of them
+    pack_gqa:   query heads that share a tile, see `pack_gqa`; padded: a KV head has fewer query heads than this
     split_kv:   keys may be split among tiles, see `split_kv.split`; dim_v: head_dim_v of its buffer
-    tree_blocks: key blocks of a group of the tree that the kernel follows, see `forward.tree`; 0 without one
+    tree_blocks: key blocks per group of the tree that the kernel follows, see `forward.tree`; 0 without a tree
     """
 
     tiles: HopperTiles
@@ -77,7 +77,7 @@ class Variant:
 
     @property
     def float8_values(self) -> bool:
-        """Whether V, which is transposed then, and P are float8."""
+        """Whether V and P are float8; V is then transposed."""
         return self.precision == "fp8"
 
     @property
@@ -92,23 +92,23 @@ class Variant:
 
     @property
     def masked(self) -> bool:
-        """Whether a block after a tile's first one may hold keys that some row does not see. Lists have any order, and the
-        tree has the first keys first."""
+        """Whether a block after a tile's first one may hold keys that some row does not see. With lists and with a tree, the
+        block that the end of the sequence cuts need not be the first one."""
         return self.has_left or self.has_right or self.block_k > 0 or self.tree_blocks > 0
 
     @property
     def page_rows(self) -> int:
-        """Keys that lie in one page whichever block they are in: the rows of one copy from a paged cache."""
+        """The rows of one copy from a paged cache: the largest number of keys that divides both a page and a block."""
         return math.gcd(self.page_size, self.tiles.block_n)
 
     @property
     def registers(self) -> int:
-        """Registers of a consumer thread. If the producer reads a block table or lists, consumers give it 8 of theirs."""
+        """Registers of a consumer thread. If the producer reads a block table or lists, each consumer thread gives up 8."""
         return self.tiles.registers[1] - (8 if self.page_size or self.block_k else 0)
 
     @property
     def producer_registers(self) -> int:
-        """Registers of a producer thread. Without a block table and lists 24 suffice, the least that the hardware hands out."""
+        """Registers of a producer thread. Without a block table or lists it needs 24, the fewest that the hardware allows."""
         return 40 if self.page_size or self.block_k else 24
 
     @property
@@ -176,7 +176,7 @@ class Variant:
 
 
 class Descriptors(NamedTuple):
-    """How the copy engine sees each tensor; q1, k1, v1 and o1 are second parts, or the first ones again if there are none."""
+    """How the copy engine sees each tensor; q1, k1, v1 and o1 are second parts, or the first parts again if there are none."""
 
     q: gl.tensor
     q1: gl.tensor
@@ -197,7 +197,7 @@ class SharedMemory(NamedTuple):
     record:   (q_stages, 8), int32: the tile of each stage of q
     k_boxes, k1_boxes, v_boxes, v1_boxes: the memory of k, k1, v and v1 as boxes of page_rows keys by up to 64 columns, in the
               order of the swizzled layout; without pages k, k1, v and v1
-    key_blocks: (stages, 2), int32: what `block_sparse.KeyBlock` says of the keys in each stage of k; without lists the record
+    key_blocks: (stages, 2), int32: the `block_sparse.KeyBlock` in each stage of k; without lists, the buffer `record`
     """
 
     q: gl.tensor
@@ -250,11 +250,11 @@ class ProducerArgs(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """What float8 numbers must be multiplied by, see `triton.float8_inputs`; None or 0 without them.
+    """The factors of float8 numbers, see `triton.float8_inputs`; None or 0 without float8 products.
 
-    q:      of each row, in the shape of lse
-    k, v:   of each BLOCK_KEYS keys, (batch, num_kv_heads, stride), or (num_kv_heads, stride) if keys are packed with gaps
-    stride: groups of keys that one head has
+    q:      one for each row, in the shape of lse
+    k, v:   one for each BLOCK_KEYS keys, (batch, num_kv_heads, stride), or (num_kv_heads, stride) if keys are packed with gaps
+    stride: groups of BLOCK_KEYS keys per head
     """
 
     q: gl.tensor

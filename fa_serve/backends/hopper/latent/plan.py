@@ -1,18 +1,18 @@
 """Decoding of latent attention (MLA) on Hopper in Gluon, for tiles of 64 query rows.
 
-A program computes 64 rows, which are query heads of up to 16 queries, and some or all keys of its sequences. `splits` cuts keys
-as for the portable kernel. It has three warpgroups and four producer warps, and each has one task:
+A program computes 64 rows, which are query heads of up to 16 queries, and some or all keys of its sequences. `splits` cuts the
+keys as it does for the portable kernel. A program has three warpgroups and four producer warps, and each has one task:
 
     producers  copy keys by the copy engine, page by page, to a ring of blocks: each warp a quarter of the columns of values,
-               and the first one the rest as well, because the instructions of a block would keep a single warp busy too long
-    scores     S = Q C^T + Q_r R^T, the online softmax, and P to shared memory; S of the next block runs under the softmax
+               and the first warp also the remaining columns. A single warp would take too long to issue the copies of a block
+    scores     S = Q C^T + Q_r R^T, the online softmax, and P to shared memory; S of the next block runs during the softmax
     values     two warpgroups: O += P C, each for half of the columns of values, 64 x 256 in 128 of 168 registers a thread
 
 P passes through two slots, with the factors by which O must be multiplied before P C is added. S of a block, the softmax of the
-block before it, and P C of the one before that run at the same time, and nothing but barriers orders them. A block of keys is
-freed when both warpgroups of values have multiplied it. After the last block of a sequence, a slot carries 1 / sum alone.
+block before it, and P C of the one before that run at the same time, and only barriers order them. A block of keys is freed
+when both warpgroups of values have multiplied it. After the last block of a sequence, a slot carries only 1 / sum.
 
-Arithmetic, for 64 rows by 64 keys of 512 + 64 numbers on one SM, in cycles of 1.75 GHz. 450 TFLOPS allow 4,570 of them.
+Arithmetic for 64 rows by 64 keys of 512 + 64 numbers on one SM, in cycles at 1.75 GHz. At 450 TFLOPS this takes 4,570 cycles.
 
     tensor cores   2,048 multiplications a cycle: S 1,152, P C 1,024, together                                    2,176
     shared memory  128 bytes a cycle. With blocks of 32 keys, each step of 16 columns of S reads 2 KB of Q and 1 KB
@@ -21,19 +21,20 @@ Arithmetic, for 64 rows by 64 keys of 512 + 64 numbers on one SM, in cycles of 1
     L2 cache       128 heads are two tiles, which read all keys: 72 KB at 5.5 TB/s over 132 SMs                    3,100
     memory         64 heads read each key once: 72 KB at 4.42 TB/s over 132 SMs                                    3,900
 
-Q takes 72 KB and P 8 KB of 227. The rest holds 4 blocks of 32 keys of 36 KB. A block of 32 keys is in use for about 2,200
-cycles, from the first step of its S to the end of P C. A block is freed every 1,550 to 1,950 of them, so on average 1 to 1.5 of
-the 4 blocks are in use, and 90 KB or more are being copied. At 33 bytes a nanosecond and a latency of 1 microsecond, 33 KB are
-enough. Two blocks of 64 keys would leave as little as half a block, and beside them there is room for one slot of P
-only.
+Q takes 72 KB and P 8 KB of 227 KB. The rest holds 4 blocks of 32 keys, of 36 KB each. A block of 32 keys is in use for about
+2,200 cycles, from the first step of its S to the end of P C. A block is freed every 1,550 to 1,950 cycles, so on average 1 to
+1.5 of the 4 blocks are in use, and 90 KB or more are being copied. At 33 bytes a nanosecond and a latency of 1 microsecond,
+33 KB are enough. With two blocks of 64 keys, as little as half a block might be in flight, and there would be room for only one
+slot of P.
 
-The warpgroup of scores issues 399 instructions for a block of 32 keys, those of values about 100 unless a maximum grows, and a
-producer warp 133 or 172. The registers of four warpgroups allow 128 a thread at launch, so products have at most 128 columns.
+The warpgroup of scores issues 399 instructions for a block of 32 keys, each warpgroup of values about 100 unless a maximum
+grows, and a producer warp 133 or 172. The registers of four warpgroups allow 128 a thread at launch, so products have at most
+128 columns.
 
     run = plan_latent_decode(tensors, options)    # once for calls that look alike
 
-One H200 reaches 442 TFLOPS with 128 heads of 64 x 8192 keys (4,660 cycles for 64 keys and rows), and reads at 74% of its
-bandwidth with 64 heads. Left out: fewer rows than `tiles.MIN_ROWS`, prompts, float8 caches and pages whose size is no
+One H200 reaches 442 TFLOPS with 128 heads over 64 x 8192 keys (4,660 cycles for 64 keys and rows), and reads at 74% of its
+bandwidth with 64 heads. Left out: fewer rows than `tiles.MIN_ROWS`, prompts, float8 caches, and pages whose size is not a
 multiple of 16 (`triton.latent`).
 """
 
@@ -62,9 +63,9 @@ from fa_serve.launching.launch import launch_options, multiprocessors
 from fa_serve.launching.plans import Run
 
 BATCH_LAYOUT = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
-"""Layout of the numbers of a batch's sequences."""
+"""Layout of the numbers of the sequences of a batch, [batch_block]."""
 CLEARED_LAYOUT = gl.constexpr(gl.BlockedLayout([1, 8], [1, 32], [4, 1], [1, 0]))
-"""Layout of rows of the output that belong to no sequence: 16 bytes a thread."""
+"""Layout in which rows of the output that belong to no sequence are cleared: 16 bytes a thread."""
 
 
 @gluon.jit(do_not_specialize=["max_k", *COUNTS, "window_right", "skip_q", "total_q", "stride_lh", "stride_table"])
@@ -104,7 +105,7 @@ def attn_latent_hopper(
     var: gl.constexpr,
 ):
     """One program: one tile of 64 packed rows, and one split or one share of the batch's key blocks, as in `attn_latent`."""
-    wait_for_previous_kernel(var.split.pdl, True)  # `_combine` reads lengths ahead
+    wait_for_previous_kernel(var.split.pdl, True)  # `_combine` reads lengths before it waits
     VALUES: gl.constexpr = var.registers[0]
     KEYS: gl.constexpr = var.registers[1]
     SPLIT: gl.constexpr = var.split
@@ -183,10 +184,10 @@ def attn_latent_hopper(
 
 
 def plan_latent_decode(tensors: AttentionTensors, options: AttentionOptions, tiles: DecodeTiles | None = None) -> Run:
-    """Plan paged calls that look like this one and that `latent_tiles` accepts, as `triton.latent.plan_latent` does.
+    """Plan paged calls that look like this one and for which `cannot_decode_latent` is None, as `plan_latent` does.
 
-    Threads copy 16 bytes of a query at a time, which Triton compiles only if it sees that they begin at multiples of 16 bytes.
-    Queries of other strides or addresses are copied first at each call, and so are keys that the copy engine cannot address.
+    Threads copy 16 bytes of a query at a time, which Triton compiles only if it knows that they begin at multiples of 16 bytes.
+    Each call first copies queries with other strides or addresses, and keys whose address is not a multiple of 16.
 
     tiles: overrides the choice, for tuning and tests; block_m is 64, and num_stages counts blocks of keys
     """

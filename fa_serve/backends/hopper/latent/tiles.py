@@ -9,16 +9,17 @@ from fa_serve.backends.triton.tiles import DecodeTiles
 from fa_serve.spec import OPTIONS, AttentionSpec
 
 ROPE_COLUMNS = 64
-"""Columns in shared memory for the numbers of a key behind its value."""
+"""Columns in shared memory for the numbers of a key after its value."""
 VALUE_PARTS = 4
 """Parts of the columns of values. A product with 256 columns needs 154 registers, and a thread has 128 at launch."""
 P_STAGES = 2
 """Blocks of probabilities in shared memory."""
 MIN_ROWS = 33
-"""The fewest rows: the query heads of all queries of a sequence. From here on the portable kernel computes 64 rows as well.
+"""The fewest rows that this kernel serves. The rows are the query heads of all queries of a sequence. From this number on,
+tiles of the portable kernel also have 64 rows.
 
-In us on one H200 in bfloat16, by this kernel and by the portable one. 16 rows: 168 and 162 for 64 x 8192 keys, 59 and 56 for
-1 x 131072. 64 rows: 188 and 302, 64 and 91; of 16 heads and 4 queries 61 and 93 for 32 x 4096. 128 rows: 331 and 544, 96 and
+Times in us on one H200 in bfloat16, of this kernel and of the portable one. 16 rows: 168 and 162 for 64 x 8192 keys, 59 and 56
+for 1 x 131072. 64 rows: 188 and 302, 64 and 91; 16 heads and 4 queries: 61 and 93 for 32 x 4096. 128 rows: 331 and 544, 96 and
 148.
 """
 
@@ -53,8 +54,8 @@ def cannot_decode_latent(spec: AttentionSpec) -> str | None:
 def latent_hopper_tiles(
     num_sms: int, groups: int, num_kv_heads: int, batch: int, max_seqlen_q: int, max_seqlen_k: int, num_splits: int
 ) -> DecodeTiles:
-    """The tile of one call, which has 64 rows. With 512 + 64 numbers a key, shared memory holds 4 blocks of 32 keys beside the
-    queries. A program has an SM to itself, so there are as many programs as SMs. No share is shorter than 128 keys.
+    """The tile of one call, which has 64 rows. With 512 + 64 numbers a key, shared memory holds the queries and 4 blocks of 32
+    keys. A program has an SM to itself, so there are as many programs as SMs. No share is shorter than 128 keys.
 
     The module `plan` has the arithmetic. Other blocks of keys and shares are not measured.
     """

@@ -26,9 +26,9 @@ PARTS = gl.constexpr(VALUE_PARTS)
 class LatentHopperVariant:
     """Everything that is fixed when the kernel is compiled.
 
-    split:     what it shares with the kernel that combines splits; its dim_v is the size of values
+    split:     the part that the kernel which combines splits shares; its dim_v is the size of values
     tiles:     the blocks of keys in shared memory
-    rest:      numbers of a key behind its value
+    rest:      numbers of a key after its value
     page_size: tokens per page
     has_right: some queries of a sequence do not see all of its keys
     """
@@ -41,17 +41,17 @@ class LatentHopperVariant:
 
     @property
     def has_left(self) -> bool:
-        """There are no windows; `producer.pages_of` asks."""
+        """False, because there are no windows; `producer.pages_of` reads it."""
         return False
 
     @property
     def gathers(self) -> bool:
-        """Threads copy the keys; here the copy engine does."""
+        """Whether threads copy the keys. False, because the copy engine does."""
         return False
 
     @property
     def page_rows(self) -> int:
-        """Keys that lie in one page whichever block they are in: the rows of one copy."""
+        """The rows of one copy: the largest number of keys that divides both a page and a block."""
         return math.gcd(self.page_size, self.tiles.block_n)
 
     @property
@@ -61,8 +61,8 @@ class LatentHopperVariant:
 
     @property
     def registers(self) -> tuple[int, int]:
-        """Registers of a thread of the warpgroups of values and of the producer warps. Four warpgroups have 128 each at launch,
-        of which 136 are left for the scores."""
+        """Registers per thread: (of the warpgroups of values, of the producer warps). The threads of four warpgroups have 128
+        each at launch, which leaves 136 for the warpgroup of scores."""
         return (168, 40)
 
     @property
@@ -90,7 +90,7 @@ class LatentHopperVariant:
 class LatentArgs(NamedTuple):
     """The kernel's arguments, see `plan.attn_latent_hopper`, and what all warps of a program know.
 
-    first, behind: the program's sequences; seq_start: where the first one starts on the line of `splits`
+    first, behind: the program's sequences, [first, behind); seq_start: where the first one starts on the line of `splits`
     line_begin, line_end, line_size: the program's share of that line
     share, unit:   which split or share, and which tile of rows
     row_first:     first packed row of the tile; kv_head: its KV head
@@ -140,7 +140,7 @@ class LatentMemory(NamedTuple):
     c, cr:   the keys likewise: (stages * parts, block_n, width) and (stages, block_n, 64)
     c_boxes, cr_boxes: the same memory as boxes of a page's rows by 64 columns
     p:       (2, 64, block_n), probabilities
-    factors: (2, 64), float32: what the output must be multiplied by before P C of a block is added, and at last 1 / sum
+    factors: (2, 64), float32: the factors of the output before P C of a block is added and, after the last block, 1 / sum
     records: (2, 4), int32: blocks of the sequence, 0 after the last one; its first token in q; its queries; the place of the
              split's result, or -1 if it is the result of all keys
     """
@@ -168,11 +168,11 @@ class LatentBarriers(NamedTuple):
 class LatentWork(NamedTuple):
     """What a program computes of one sequence.
 
-    live:       whether it computes anything
+    live:       whether the program computes anything of the sequence
     k_origin:   the sequence, which is its row of the block table; row0: its first token in q
-    begin:      the first block of keys; blocks: how many, at least one, which may be hidden
+    begin:      the first block of keys; blocks: how many, at least one (which may be hidden) if live, else 0
     inner_end:  blocks below this one need no mask
-    place:      of the split's result; whole: it is the result of all keys
+    place:      the place of the split's result in the buffer; whole: the split has all keys
     """
 
     live: gl.tensor

@@ -2,8 +2,8 @@
 
 `plan` describes the algorithm. In this file `block_count`, `item` and `count` count the blocks of keys, the items of P
 and the sequences that the program has begun: they select a stage and the phase of its barriers. A sequence has an item for each
-block and a last one, which carries the factor 1 / sum and no probabilities. After the last sequence comes an item without
-blocks.
+block and a last item, which carries the factor 1 / sum and no probabilities. After the last sequence comes an item whose record
+says 0 blocks.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ def latent_keys(k_desc, smem, bars, args, part: gl.constexpr, var: gl.constexpr)
 
 @gluon.jit
 def _query_rows(work, args, layout: gl.constexpr, var: gl.constexpr):
-    """-> where the rows of a tile's queries begin, [64, 1], and which of them there are.
+    """-> where the rows of a tile's queries begin, [64, 1], and which of the rows exist.
 
-    To LLVM the numbers of rows change from sequence to sequence. Else it would compute the rows' offsets once for all of them,
-    and keep them in registers that the scores need.
+    The assembly makes LLVM believe that the numbers of the rows change from sequence to sequence. Otherwise it would compute
+    the offsets of the rows once for all sequences, and keep them in registers that the scores need.
     """
     GROUPS: gl.constexpr = var.split.groups
     offs_m = gl.arange(0, 64, layout=gl.SliceLayout(1, layout))
@@ -76,7 +76,7 @@ def _query_rows(work, args, layout: gl.constexpr, var: gl.constexpr):
 
 @gluon.jit
 def receive_queries(work, smem, args, var: gl.constexpr):
-    """Copy a tile's queries; all scores of the sequence before are done. Other rows, and columns behind the last one, are 0."""
+    """Copy a tile's queries after all scores of the previous sequence. Rows and columns that do not exist are 0."""
     WIDTH: gl.constexpr = var.width
     QUERIES: gl.constexpr = var.query_layout
     starts, live = _query_rows(work, args, QUERIES, var)
@@ -199,7 +199,7 @@ def _finish_rows(state, item, work, record, smem, bars, args, var: gl.constexpr)
 
 @gluon.jit
 def latent_scores(smem, bars, args, var: gl.constexpr):
-    """The warpgroup of scores: S of the next block is issued before the softmax of the present one, and runs under it."""
+    """The warpgroup of scores: S of the next block is issued before the softmax of the current one, and runs during it."""
     ROWS: gl.constexpr = gl.SliceLayout(1, var.score_layout)
     scale = args.scale
     if args.k_descale is not None:
@@ -267,7 +267,7 @@ def _store_part(acc, record, part: gl.constexpr, args, var: gl.constexpr):
 def latent_values(smem, bars, args, group: gl.constexpr, var: gl.constexpr):
     """A warpgroup of values: O += P C for two parts of the columns, of one sequence after the other.
 
-    It knows of sequences what their items say, because O leaves few registers for more.
+    All that it knows of a sequence comes with the items, because O leaves few registers for more.
     """
     WIDTH: gl.constexpr = var.width
     PART: gl.constexpr = 2 * group

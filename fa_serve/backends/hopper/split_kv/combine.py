@@ -1,8 +1,8 @@
-"""The kernel that combines what the splits of a row's keys leave (Dao et al. 2023, "Flash-Decoding").
+"""The kernel that combines the results of the splits of a row's keys (Dao et al. 2023, "Flash-Decoding").
 
-Each split leaves the output and the log-sum-exp of its rows in float32: (splits, tokens, query heads, head_dim_v), and behind
-them (splits, tokens, query heads). Tokens are those of all sequences in a row, so the buffer does not grow with unequal
-lengths. A row is combined with the weights exp(lse - max lse), in the order of splits.
+Each split stores the output and the log-sum-exp of its rows in a float32 buffer: outputs (splits, tokens, query heads,
+head_dim_v), followed by log-sum-exps (splits, tokens, query heads). The tokens of all sequences are end to end, so the buffer
+does not grow with unequal lengths. A row is combined with the weights exp(lse - max lse), in the order of splits.
 
 The kernel reads the table of splits (see `split_kv.tile_scheduler`), so it leaves out sequences that the attention kernel
 leaves out, and rows that are whole. This module leaves out which keys a split has (`split_kv.split`).
@@ -48,10 +48,10 @@ def combine_splits(
 
     capacity: records that the table has room for
     logs:     where the log-sum-exps begin in the buffer
-    min_splits: rows with fewer splits than these are whole
+    min_splits: rows with fewer splits than this are left out, because the attention kernel has written them
 
-    The weights need the greatest log-sum-exp first, so these are read twice. Then the outputs are added one after the other. A
-    thread keeps its columns, and no load depends on another one.
+    The weights need the greatest log-sum-exp, so the log-sum-exps are read once before the outputs, and again with the outputs,
+    which are added one after the other. A thread keeps its columns, and no load depends on another one.
     """
     records = tl.load(table_ptr + capacity * 8 + 1)
     parts = (QUERIES * num_heads + BLOCK_ROWS - 1) // BLOCK_ROWS
@@ -98,11 +98,11 @@ def combine_splits(
 
 
 class Combine(NamedTuple):
-    """What follows a launch whose keys may be split.
+    """The launch that follows a launch whose keys may be split, and the buffer between them.
 
     launch:      combines splits
-    buffer_size: float32 numbers that splits may leave
-    logs:        where in them the log-sum-exps begin
+    buffer_size: float32 numbers in the buffer to which the splits write
+    logs:        where in the buffer the log-sum-exps begin
     """
 
     launch: Launch
@@ -130,8 +130,8 @@ def plan_combine(
     """Plan the launch that combines up to `splits` splits of each row.
 
     capacity: records that the table has room for
-    queries:  of one head in a tile; tokens: of all sequences; num_heads: query heads
-    padded:   no row is written by the attention kernel
+    queries:  queries of one head in a tile; tokens: queries of all sequences; num_heads: query heads
+    padded:   tiles are padded, so the attention kernel leaves all rows to this launch
     """
     block_dv = max(16, power_of_2(head_dim_v))
     block_rows = 8 if block_dv <= 128 else 4

@@ -1,17 +1,17 @@
 """Keys that are split among tiles of the Hopper kernel, where plain tiles would leave most of the GPU idle.
 
-A plain tile visits all keys of its rows. 256 queries of 16 heads behind 4096 keys are 32 such tiles for 132 multiprocessors,
-and one long sequence among short ones keeps the others waiting. So a tile may have some rows and one split of their keys.
-`split_kv.tile_scheduler` cuts the keys of each sequence on the device, by the lengths there, such that all thread blocks have
+A plain tile visits all keys of its rows. 256 queries of 16 heads over 4096 keys are 32 such tiles for 132 multiprocessors,
+and one long sequence among short ones keeps the others waiting. So a tile may have some rows and only one split of their keys.
+`split_kv.tile_scheduler` cuts the keys of each sequence on the device, by the lengths there, so that all thread blocks have
 about the same number of key blocks (Dao et al. 2023, "Flash-Decoding"). Unlike in `triton.splits`, each sequence is cut by
-itself, into splits of about one share. A captured graph is right for every length. The order of a row's sums depends on the
-lengths and shapes of the call and on the number of multiprocessors, not on which thread block is first.
+itself, into splits of about one share. A captured CUDA graph is therefore correct for every length. The order of a row's sums
+depends on the lengths and shapes of the call and on the number of multiprocessors, not on which thread block is first.
 
 Rows whose keys are in one split are written to the output directly. Other splits store their partial output and log-sum-exp in
 a buffer, and `split_kv.combine` combines them. Rows of padded tiles (see `pack_gqa`) always go through that buffer: a box of O
 would overwrite other heads.
 
-In `Tile.head`, a tile of such a call says three things: (splits * SPLIT_BASE + split) * heads + head.
+In such a call, `Tile.head` encodes three numbers: (splits * SPLIT_BASE + split) * heads + head.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def whole(tile, num_heads):
 
 @gluon.jit
 def split_of(tile, num_heads):
-    """The number of a split among those of its rows."""
+    """The number of a tile's split among the splits of its rows."""
     return tile.head // num_heads % SPLIT_BASE
 
 

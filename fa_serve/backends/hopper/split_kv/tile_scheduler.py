@@ -1,14 +1,14 @@
 """The table of tiles for calls whose keys may be split: the device cuts the keys of each sequence by the lengths there.
 
-The key blocks of all tiles, divided by the thread blocks that run at once, are a share. The keys of a sequence are cut into as
-many splits as it has shares, to the nearest number, so that no thread block has much more than a share: at least 1, at most
-`max_splits`, and none much shorter than `min_blocks`. A sequence of slightly more than a share stays whole, because combining
-has a cost. So does one of up to 5/4 of what a multiprocessor gets: the thread blocks of a multiprocessor share its bandwidth,
-so that more of them are no faster. On one H100, 4 queries of 32 sequences of 4096 keys (64/8 heads of 64) take 119 us in two
-splits and 101 whole.
+A share is the number of key blocks of all tiles, divided by the number of thread blocks that run at once. The keys of a
+sequence are cut into as many splits as it has shares, to the nearest number, so that no thread block has much more than a
+share: at least 1 split, at most `max_splits`, and none much shorter than `min_blocks`. A sequence of slightly more than a share
+stays whole, because combining has a cost. So does a sequence of up to 5/4 of the key blocks that a multiprocessor gets: the
+thread blocks of a multiprocessor share its bandwidth, so more of them are not faster. On one H100, 4 queries in each of 32
+sequences of 4096 keys (64/8 heads of 64) take 119 us in two splits and 101 us whole.
 
-Records are those of `tile_scheduler`; the second number is splits * SPLIT_BASE + split. They are in the order of sequences,
-because they are about equally long.
+Records have the form of `forward.tile_scheduler`, but the second number is splits * SPLIT_BASE + split. They are in the order
+of sequences, because they are about equally long.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from fa_serve.launching.launch import Launch
 def _blocks_of_tile(
     m, q_len, kv_len, left, right, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HAS_LEFT: tl.constexpr, HAS_RIGHT: tl.constexpr
 ):
-    """-> the first key block that a row of tile m sees and the one behind the last, at least one block."""
+    """-> the first key block that a row of tile m sees, and the one after the last; at least one block."""
     reach = kv_len
     if HAS_RIGHT:
         reach = tl.minimum(reach, (m + 1) * BLOCK_M + kv_len - q_len + right)
@@ -90,7 +90,7 @@ def _split_table(
 ):
     """One program per record finds its sequence, its rows and its split of the keys.
 
-    All programs clear the rows behind the last sequence, and those from `capacity` on write nothing else.
+    All programs clear the rows past the last sequence, and those from `capacity` on write nothing else.
     """
     index = tl.program_id(0)
     output = (total_q, num_heads, stride_lse, stride_token, stride_head)

@@ -20,11 +20,11 @@ class BackwardVariant:
 
     groups:     query heads per KV head
     dim, dim_v: head_dim and head_dim_v; block_d, block_dv: the same, padded to tiles
-    mask:       "none", "bool" or "float"; mask_block: queries and keys of the blocks whose spans are read
+    mask:       "none", "bool" or "float"; mask_block: side of the blocks of the mask whose spans are read
     mask_grad:  the gradient of the mask is computed
     tma:        the walk reads through tensor descriptors: q, dO and the row statistics, or k and v
-    precision:  `input_precision` of `tl.dot`, "ieee" or "tf32", which matters in float32
-    wide_mask:  as `key_pages.has_wide_mask` says; the gradient of the mask is contiguous
+    precision:  `input_precision` of `tl.dot`, "ieee" or "tf32", which matters only for float32
+    wide_mask:  columns of the mask need 64-bit offsets, see `key_pages.has_wide_mask`; its gradient is contiguous and does not
     ptx:        inline PTX is available, so that the softcap is computed as in the forward pass
     """
 

@@ -7,16 +7,16 @@
 
 The scores are computed again from q, k and lse (FlashAttention-2, Dao 2023, section 3.1.2), so memory stays linear in the
 sequence length. One program of `attn_bwd_kv` owns `block_n` keys of one KV head and walks over the queries that see them, for
-all query heads of the group, so dK and dV are summed in registers. Here this differs from FlashAttention-2: it adds each tile's
-part of dQ atomically, while `attn_bwd_q` computes dQ with a program for each block of queries. It computes S and dP a second
-time, needs no float32 copy of dQ, and is as fast or faster (see `backward_tiles`). Equal calls have equal gradients in
-every bit. Only tiles that cross the edge of the band are masked. With a mask whose gradient is not wanted, the walk goes from
-the first to the last block that is not empty (see `mask_blocks`), and reads all elements between them.
+all query heads of the group, so dK and dV are summed in registers. dQ is computed differently from FlashAttention-2, which adds
+each tile's part of dQ atomically: `attn_bwd_q` has a program for each block of queries. It computes S and dP a second time,
+needs no float32 copy of dQ, and is as fast or faster (see `backward_tiles`). Equal calls have equal gradients in every bit.
+Only tiles that cross the edge of the band are masked. With a mask whose gradient is not wanted, the walk goes from the first to
+the last block that is not empty (see `mask_blocks`), and reads all elements between them.
 
 A sink takes part in lse only, so its gradient is -rowsum(exp(sink - lse) * delta). A mask that is added to the scores has the
-gradient dS, summed over the dimensions that it broadcasts; this sum alone is atomic, unless results have to repeat. A row that
-sees no key has lse -inf and gets no gradients. A row whose lse is below -1e30, because a mask hides all of its keys with a
-large negative number, counts as such a row. `kernels` holds the kernels.
+gradient dS, summed over the dimensions that it broadcasts. Only this sum is atomic, unless `options.deterministic` is set. A
+row that sees no key has lse -inf and gets no gradients. A row whose lse is below -1e30, because a mask hides all of its keys
+with a large negative number, counts as such a row. `kernels` holds the kernels.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from fa_serve.launching.plans import Run
 def plan_backward(tensors: BackwardTensors, options: AttentionOptions, tiles: BackwardTiles | None = None) -> Run:
     """Plan calls that look like this one, dense or packed: a run maps `BackwardTensors` to `Gradients`.
 
-    Gradients repeat in every bit. Only that of a mask needs memory for all scores for it, which options.deterministic asks for.
-    `tiles` overrides the choice, for tuning.
+    Equal calls have gradients that are equal in every bit. For the gradient of a mask, this takes memory for all scores, and
+    holds only with options.deterministic. `tiles` overrides the choice, for tuning.
     """
     return _BackwardPlan(tensors, options, tiles)
 
@@ -104,7 +104,7 @@ class _BackwardPlan:
         batch = q.shape[0] if tensors.cu_seqlens_q is None else tensors.cu_seqlens_q.shape[0] - 1
         self._statistics = RowStatistics(tensors, options)
         self._scan = None
-        # A mask whose gradient is wanted is a bias, which seldom has empty blocks, and bounds of the walk would spill there.
+        # A mask whose gradient is wanted is a bias, which seldom has empty blocks. The kernel for it would spill the bounds.
         shortest = min(options.max_seqlen_q, options.max_seqlen_k)
         if mask is not None and not tensors.needs_dmask and shortest >= MIN_SCANNED_LENGTH:
             self._scan = MaskScan(mask, options.max_seqlen_q, options.max_seqlen_k)
@@ -124,8 +124,8 @@ class _BackwardPlan:
         if addresses & 15 and (self._tma_keys or self._tma_queries):
             tiles = BackwardTiles(replace(self._tiles.keys, tma=False), replace(self._tiles.queries, tma=False))
             return _BackwardPlan(tensors, self._options, tiles)(tensors)
-        # Rows of a packed tensor that belong to no sequence have no gradient, and no program writes them. Without queries or
-        # without keys there is no program.
+        # No program writes the gradients of packed rows that belong to no sequence, and without queries or without keys there
+        # is no program at all. These gradients are zero.
         written = tensors.cu_seqlens_q is None and self._kv is not None and self._q is not None
         allocate = torch.empty_like if written else torch.zeros_like
         dq, dk, dv = (allocate(x, memory_format=torch.contiguous_format) for x in (q, k, v))
@@ -167,7 +167,7 @@ class _BackwardPlan:
         return torch.zeros(shape, dtype=torch.float32, device=mask.device)
 
     def _span_strides(self, seqlen: int) -> tuple[int, int]:
-        """How far the spans of sequences and of heads are apart; `seqlen` counts what has spans, in tokens."""
+        """Distances between the spans of sequences and of heads, in elements. seqlen: number of queries or keys with spans"""
         if self._scan is None:
             return 0, 0
         batch, heads, _ = self._scan.rows
@@ -220,7 +220,7 @@ def _laid_out(tensors: BackwardTensors) -> BackwardTensors:
 
 
 def _tma_strides(x: Tensor) -> bool:
-    """Whether TMA can read a tensor with these strides: positive multiples of 16 bytes. The address must be one, too."""
+    """Whether TMA can read a tensor with these strides: positive multiples of 16 bytes. The address must be a multiple, too."""
     return all(stride > 0 and stride * x.element_size() % 16 == 0 for stride in x.stride()[:-1])
 
 

@@ -29,21 +29,22 @@ from fa_serve.backends.triton.splits import SplitVariant, store_rows, store_spli
 class SparseVariant:
     """What the block-sparse kernel is compiled for.
 
-    split:         what it shares with the kernel that combines splits; its groups are the query heads that share a list
-    lists_per_kv:  list heads per KV head: 1 where query heads are packed, else the query heads of a KV head
+    split:         the fields that the kernel which combines splits needs as well; its groups are the query heads that share a
+                   list
+    lists_per_kv:  list heads per KV head: 1 where query heads are packed, else the number of query heads per KV head
     block_q, block_k: queries and keys per block of the lists
     bits:          partial blocks have bits
-    mask:          "none", or what the lists were scanned from: "bool", whose bits stand at the number of their key block, or
-                   "float", whose numbers are added in partial blocks
+    mask:          "none", or the form of the mask from which the lists were scanned: "bool", where the bits of a block are
+                   stored at the number of its key block, or "float", where the mask is added in partial blocks
     dim:           head_dim; block_d: the same, padded to a tile
     layout:        "dense", "varlen" or "paged"
     page_size:     tokens per page, 0 for keys that are not paged
     same_strides:  K and V have the same strides
     aligned:       the strides of pages and tokens are multiples of 16
-    wide:          as `key_pages.has_wide_rows` says
-    precision:     `input_precision` of `tl.dot`, "ieee" or "tf32", which matters in float32
+    wide:          offsets within a page need 64 bits, see `key_pages.has_wide_rows`
+    precision:     `input_precision` of `tl.dot`, "ieee" or "tf32", which matters only for float32
     ptx:           inline PTX is available
-    alibi:         as `AttentionTensors.alibi_form`
+    alibi:         form of the ALiBi slopes, see `AttentionTensors.alibi_form`
     """
 
     split: SplitVariant
@@ -68,8 +69,8 @@ class SparseVariant:
 
 @triton.jit
 def _tile_at(place, lists, var: tl.constexpr):
-    """The tile of keys at this place of the lists of one block of queries, which are partial tiles and then full ones. Any
-    number past the end."""
+    """The number of the key tile at this place in the lists of one block of queries: first partial tiles, then full ones. Past
+    the end, it is any number."""
     index_ptr, full_index_ptr, partial, total = lists
     TILES: tl.constexpr = var.block_k // var.split.block_n
     if full_index_ptr is None:
@@ -85,8 +86,9 @@ def _tile_at(place, lists, var: tl.constexpr):
 def _walk(q, row_scale, slopes, state, span, lists, pointers, band, rows, scaling, window, strides, var: tl.constexpr):
     """The inner loop over the listed tiles from span[0] to span[1]. q: [BLOCK_M, BLOCK_D].
 
-    band: the keys that any row sees, [lo, hi), and those that every row sees, [inner_lo, inner_hi). Keys outside of the first
-    are not read: their pages may belong to another sequence by now, and 0 * NaN is NaN.
+    band: (lo, hi, inner_lo, inner_hi, kv_len). Keys in [lo, hi) are in the band of some row, keys in [inner_lo, inner_hi) in
+    the band of every row. Keys outside of [lo, hi) are not read: their pages may belong to another sequence by now, and
+    0 * NaN is NaN.
     """
     BLOCK_N: tl.constexpr = var.split.block_n
     TILES: tl.constexpr = var.block_k // BLOCK_N
@@ -110,8 +112,8 @@ def _walk(q, row_scale, slopes, state, span, lists, pointers, band, rows, scalin
     if var.page_size > 0:
         next_page = read_pages(table_ptr, next_tile, offs_n, lo, hi, var)
     for place in tl.range(begin, end):
-        # The list and the page are read one iteration before their address is needed, which leaves all the stages to K and V.
-        # Triton pipelines no loop that carries a value over two iterations.
+        # The list and the page number are read one iteration before they are needed, so that K and V have all stages for
+        # themselves. They are not read earlier: Triton pipelines no loop that carries a value over two iterations.
         tile = next_tile
         page = next_page
         next_tile = _tile_at(place + 1, lists, var)
@@ -246,7 +248,7 @@ def attn_block_sparse(
 ):
     """One program: one tile of packed rows, which lies in one block of queries, and one split of its lists.
 
-    num_queries: of each sequence of a dense batch, or of all packed sequences and what is behind them
+    num_queries: queries of each sequence of a dense batch; otherwise all packed rows, with the rows after the last sequence
     """
     SPLIT: tl.constexpr = var.split
     BLOCK_M: tl.constexpr = var.split.block_m
@@ -347,7 +349,7 @@ def attn_block_sparse(
     if var.mask == "float":
         mask_ptr += seq64 * stride_mb + list_of.to(tl.int64) * stride_mh
 
-    # the keys that a row of this tile may see, and those that all of them see as far as the band is concerned
+    # the keys in the band of any row of this tile, and the keys in the band of all its rows
     offset = kv_len - q_len
     first_query = tile * BLOCK_M // GROUPS
     last_query = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUPS, q_len - 1)

@@ -2,9 +2,9 @@
 
 One program computes `block_m` packed rows of one sequence and walks over the key blocks that its block of queries has in its
 lists, first the partial blocks and then the full ones. Other keys are never read, so the bytes read grow with the blocks that
-are kept. Lists that were scanned from a mask (see `mask_blocks`) come with it, and a float mask is added in partial blocks. A
-row is one query of one query head. Where the query heads of a KV head share their lists, they are packed, so a single query
-fills a tile with its heads; where each query head has lists, a tile has rows of one head.
+are kept. If the lists were scanned from a float mask (see `mask_blocks`), the kernel adds the mask in partial blocks. A row is
+one query of one query head. Where the query heads of a KV head share their lists, they are packed, so a single query fills a
+tile with its heads; where each query head has lists of its own, a tile has rows of one head.
 
 The layouts (dense, packed, paged) differ in where keys lie, and the same kernel serves prompts and decoding. With few queries,
 lists are cut into splits, which `splits._combine` combines: each sequence has the same number of splits, because only the
@@ -205,13 +205,13 @@ class _BlockSparsePlan:
 
 
 def _longest_list(blocks: BlockLists, max_seqlen_k: int) -> int:
-    """A bound of the keys that a block of queries attends to, known on the host."""
+    """An upper bound, known on the host, of the number of keys that a block of queries attends to."""
     width = sum(x.shape[3] for x in (blocks.kv_indices, blocks.full_kv_indices) if x is not None)
     return min(width * blocks.block_size[1], max_seqlen_k)
 
 
 def _list_numbers(blocks: BlockLists) -> tuple[int, ...]:
-    """How far the lists of sequences and of heads are apart, in lists, and the widths of the three tensors."""
+    """Distances between the lists of sequences and of heads, counted in lists, and the widths of the three tensors."""
     batch, heads, query_blocks = blocks.kv_num_blocks.shape
     full_width = 0 if blocks.full_kv_indices is None else blocks.full_kv_indices.shape[3]
     return (

@@ -42,17 +42,17 @@ from fa_serve.backends.triton.splits import (
 class DecodeVariant:
     """What the decoding kernel is compiled for.
 
-    split:        what it shares with the kernel that combines splits
+    split:        the fields that the kernel which combines splits needs as well
     dim:          head_dim; block_d: the same, padded to a tile
     page_size:    tokens per page, 0 for a dense cache
     same_strides: K and V have the same strides
     aligned:      the strides of pages and tokens are multiples of 16
-    wide:         as `key_pages.has_wide_rows` says
-    precision:    `input_precision` of `tl.dot`, "ieee" or "tf32", which matters in float32
+    wide:         offsets within a page need 64 bits, see `key_pages.has_wide_rows`
+    precision:    `input_precision` of `tl.dot`, "ieee" or "tf32", which matters only for float32
     pairs:        float8 values are read in pairs of columns
-    by_rows:      scores have queries as rows, not keys
+    by_rows:      the rows of the scores are queries, not keys
     ptx:          inline PTX is available
-    alibi:        as `AttentionTensors.alibi_form`
+    alibi:        form of the ALiBi slopes, see `AttentionTensors.alibi_form`
     """
 
     split: SplitVariant
@@ -72,7 +72,7 @@ class DecodeVariant:
 
     @staticmethod
     def switches_of(options: AttentionOptions) -> dict[str, Any]:
-        """The fields that follow from the options of a call alone. One query sees no key to its right."""
+        """The fields that depend only on the options of a call. A single query has no key to its right."""
         return {
             "has_right": options.window_size[1] >= 0 and max(options.max_seqlen_q, 1) > 1,
             "has_softcap": options.softcap != 0.0,
@@ -80,19 +80,19 @@ class DecodeVariant:
 
 
 def decode_option_numbers(options: AttentionOptions) -> tuple[float, ...]:
-    """The options that are numbers and concern scores, as the kernel takes them: `scale` and `softcap`."""
+    """The numeric options of scores, in the order of the kernel's parameters: `scale` and `softcap`."""
     return (float(options.softmax_scale), float(options.softcap))
 
 
 @triton.jit
 def _of_keys(x, BY_ROWS: tl.constexpr):
-    """What belongs to keys, [BLOCK_N], as it is combined with scores."""
+    """Numbers of keys, [BLOCK_N], in the shape that broadcasts to scores."""
     return x[None, :] if BY_ROWS else x[:, None]
 
 
 @triton.jit
 def _of_queries(x, BY_ROWS: tl.constexpr):
-    """What belongs to query rows, [BLOCK_M], as it is combined with scores and with the output."""
+    """Numbers of query rows, [BLOCK_M], in the shape that broadcasts to scores and to the output."""
     return x[:, None] if BY_ROWS else x[None, :]
 
 
@@ -102,16 +102,16 @@ def _walk(
 ):
     """The inner loop over the key blocks of one split. q: [BLOCK_D, BLOCK_M], or [BLOCK_M, BLOCK_D] by rows.
 
-    -> out [BLOCK_M, BLOCK_DV], which is not divided yet, the largest score and the sum of exponentials [BLOCK_M].
+    -> out [BLOCK_M, BLOCK_DV], not yet divided by the sum, the largest score and the sum of exponentials [BLOCK_M].
 
-    row_scale: [BLOCK_M] by which scores of rows are multiplied that `fit_float16` has divided, or None
-    slopes:    [BLOCK_M] of ALiBi in base 2, or None
+    row_scale: [BLOCK_M] factors of the scores, which undo the division of q's rows by `fit_float16`, or None
+    slopes:    [BLOCK_M] ALiBi slopes in base 2, or None
     row_max, row_sum: the online softmax before the first block, [BLOCK_M]
     span:      (begin, end), numbers of key blocks
-    pointers:  (K and V of the KV head, the sequence's row of the block table or None, and of the mask or None)
-    seq:       the sequence, whose number is the page of a dense cache
-    positions: [BLOCK_M] of the queries: the number of the key that a query would be
-    lengths:   (the first key that any query sees, the keys of the sequence)
+    pointers:  (K and V of the KV head, the sequence's row of the block table or None, its row of the mask or None)
+    seq:       number of the sequence; in a dense cache, it is also the number of the sequence's only page
+    positions: [BLOCK_M] positions of the queries among the keys: the last query stands at the last key
+    lengths:   (the first key that any query sees, the number of keys of the sequence)
     scaling:   (softmax_scale with the scale of the cache's keys, softcap)
     window:    (left, right)
     strides:   elements from page to page and token to token of K, then of V, and from key to key of the mask
@@ -159,7 +159,7 @@ def _walk(
         if mask_ptr is not None:
             owned = owned & (next_seen != 0)
             next_seen = tl.load(mask_ptr + (cols + BLOCK_N).to(tl.int64) * stride_mk, mask=cols + BLOCK_N < kv_len, other=0)
-        # The page is loaded one iteration before its address is needed, which leaves all the stages to K and V.
+        # The page number is loaded one iteration before it is needed, so that K and V have all stages for themselves.
         page = next_page
         if var.page_size > 0:
             next_page = read_pages(table_ptr, block + 1, offs_n, first_key, kv_len, var)
@@ -268,7 +268,7 @@ def attn_decode(
 ):
     """One program: one tile of packed rows and one split (or one share of the batch's key blocks, which holds several
     splits)."""
-    wait_for_previous_kernel(var.split.pdl, True)  # `_combine` reads lengths ahead
+    wait_for_previous_kernel(var.split.pdl, True)  # `_combine` reads the lengths before it waits
     SPLIT: tl.constexpr = var.split
     BLOCK_M: tl.constexpr = var.split.block_m
     BLOCK_N: tl.constexpr = var.split.block_n

@@ -1,23 +1,23 @@
 """Split-KV flash decoding: few queries, many keys, paged or dense (Dao et al. 2023, "Flash-Decoding").
 
 One program holds the queries of one KV head, up to `block_m` packed rows (a row is one query of one query head), and walks over
-one split of the keys. Splits are cut on the device, from the lengths there, so one captured CUDA graph is right for every
-length:
+one split of the keys. The device cuts the splits, by the lengths that it reads from its memory, so one captured CUDA graph is
+right for all lengths:
 
 - balanced (`num_splits == 0`): the key blocks of all sequences lie on one line, which is cut into equal shares, as many as
   programs run at once. A share may hold the end of one sequence, several whole sequences and the beginning of another.
 - fixed (`num_splits > 0`, or a batch of one): each sequence is cut into `splits` splits by its own length. If the caller gave
-  `num_splits`, the tile depends on heads and dtypes alone, so the bits of a row do not depend on the rest of the batch.
+  `num_splits`, the tile depends only on heads and dtypes, so the bits of a row do not depend on the rest of the batch.
 
-A sequence that has one split is written at once. The others leave (out, lse) for each split, which `splits._combine` combines.
-On Hopper and later both kernels are launched programmatically: the next kernel starts while this one drains and waits for its
-results (griddepcontrol).
+If a sequence has only one split, its program writes out at once. Otherwise each split leaves its (out, lse) in a buffer, and
+`splits._combine` combines them. On Hopper and later both kernels are launched programmatically (griddepcontrol): the next
+kernel starts while this one drains, and then waits for its results.
 
-Scores of up to 32 rows have keys as rows, so 8 query rows fill the other side of a tensor core's tile (16 by 8). Tiles of 64
-rows have queries as rows: they fill a wgmma, and a row's maximum and sum stay within four threads. A float8 cache is widened to
-float16 (`float8_conversions`). Sequences with more than `max_seqlen_q` queries are skipped: in a mixed batch they belong to
-another kernel. This module leaves out long prompts (`prefill`) and writing the cache (`store_kv`). `kernel` holds the
-kernel.
+For tiles of up to 32 query rows, the rows of the scores are keys, so 8 query rows fill the other side of a tensor core's tile
+(16 by 8). For tiles of 64 query rows, the rows of the scores are queries: they fill a wgmma, and a row's maximum and sum stay
+within four threads. A float8 cache is widened to float16 (`float8_conversions`). Sequences with more than `max_seqlen_q`
+queries are skipped: in a mixed batch they belong to another kernel. This module leaves out long prompts (`prefill`) and writing
+the cache (`store_kv`). `kernel` holds the kernel.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ def plan_decode(tensors: AttentionTensors, options: AttentionOptions, tiles: Dec
     """Plan calls that look like this one, for AttentionTensors of the layouts "paged" and "dense" (see `fa_serve.api`).
 
     A run is one launch, and a second one if any sequence may be cut into splits. Sequences with more than
-    `options.max_seqlen_q` queries are left alone: their rows of out and lse stay as they are. A dense mask depends on the key
-    alone, (1 or batch, 1, 1, seqlen_k) bool, and keys that it hides are not read. `tiles` overrides the choice, for tuning.
+    `options.max_seqlen_q` queries are left alone: their rows of out and lse stay as they are. A dense mask depends only on the
+    key, (1 or batch, 1, 1, seqlen_k) bool, and keys that it hides are not read. `tiles` overrides the choice, for tuning.
     """
     return _DecodePlan(tensors, options, tiles)
 

@@ -1,1 +1,1 @@
-"""Latent attention (MLA) over pages in portable Triton. Left out: keys and values that lie apart (`decode`, `prefill`)."""
+"""Latent attention (MLA) over pages in portable Triton. Left out: values that lie apart from keys (`decode`, `prefill`)."""

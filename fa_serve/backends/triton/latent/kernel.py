@@ -37,17 +37,17 @@ from fa_serve.backends.triton.splits import (
 class LatentVariant:
     """What the kernel is compiled for.
 
-    split:      what it shares with the kernel that combines splits; its dim_v is the size of values
-    rest:       numbers of a key behind its value; block_rest: the same, padded to a tile
-    width:      columns of values in a slice; slices: how many there are
+    split:      the fields that the kernel which combines splits needs as well; its dim_v is the size of values
+    rest:       numbers of a key after its value; block_rest: the same, padded to a tile
+    width:      columns of values in a slice; slices: the number of slices
     prefetch:   as in `plan.LatentTiles`
     page_size:  tokens per page
     has_right:  some queries of a sequence do not see all of its keys
     aligned:    the strides of pages and tokens are multiples of 16
-    wide:       as `key_pages.has_wide_rows` says
-    precision:  `input_precision` of `tl.dot`, "ieee" or "tf32", which matters in float32
+    wide:       offsets within a page need 64 bits, see `key_pages.has_wide_rows`
+    precision:  `input_precision` of `tl.dot`, "ieee" or "tf32", which matters only for float32
     ptx:        inline PTX is available
-    converts:   float16 numbers become bfloat16 numbers by one instruction
+    converts:   one instruction converts float16 to bfloat16
     tile_block: the width of the prefix sum that finds a prompt's tile, 0 for decoding
     """
 
@@ -93,7 +93,7 @@ def _prefetch(row_ptrs, DIM: tl.constexpr):
 def _walk(q_r, q_c, span, k_ptr, table_ptr, positions, kv_len, factor, window_right, strides, var: tl.constexpr):
     """The inner loop over key blocks. q_r: Q_r [BLOCK_M, BLOCK_R], q_c: the slices of Q_c [BLOCK_M, WIDTH]
 
-    -> slices of out [BLOCK_M, WIDTH], which are not divided yet, the largest score and the sum of exponentials [BLOCK_M].
+    -> slices of out [BLOCK_M, WIDTH], not yet divided by the sum, the largest score and the sum of exponentials [BLOCK_M].
     """
     begin, end = span
     stride_page, stride_token = strides
@@ -117,11 +117,12 @@ def _walk(q_r, q_c, span, k_ptr, table_ptr, positions, kv_len, factor, window_ri
     for block in tl.range(begin, end):
         cols = block * BLOCK_N + offs_n
         if var.prefetch:
-            # The pages are read again, because `next_page` here keeps more registers alive: the loop reloads 15 instead of 3.
+            # The page numbers are read again. Using `next_page` here would keep more registers alive: the loop would reload 15
+            # registers instead of 3.
             ahead = (block + 1) * BLOCK_N + offs_n
             ahead_page = tl.load(table_ptr + ahead // var.page_size, mask=ahead < kv_len, other=0)
             _prefetch(k_ptr + key_offsets(ahead_page, block + 1, offs_n, stride_page, stride_token, var), DIM_C + var.rest)
-        # A page behind the sequence may belong to another one, and 0 * NaN is NaN, so other keys are not read.
+        # A page past the end may belong to another sequence, and 0 * NaN is NaN, so keys past the end are not read.
         owned = cols < kv_len
         page = next_page
         next_page = read_pages(table_ptr, block + 1, offs_n, 0, kv_len, var)
@@ -185,7 +186,7 @@ def attn_latent(
     var: tl.constexpr,
 ):
     """One program: one tile of packed rows, and one split, one share of the batch's key blocks or all keys of a sequence."""
-    wait_for_previous_kernel(var.split.pdl, True)  # `_combine` reads lengths ahead
+    wait_for_previous_kernel(var.split.pdl, True)  # `_combine` reads the lengths before it waits
     SPLIT: tl.constexpr = var.split
     BLOCK_M: tl.constexpr = var.split.block_m
     BLOCK_N: tl.constexpr = var.split.block_n
@@ -270,7 +271,7 @@ def attn_latent(
                         store_split(splits_ptr, out, lse, live, place, unit, batch, splits, units, unit_rows, SPLIT, i)
                 if whole:
                     store_rows(out_ptr, lse_ptr, out, lse, rows, live, row0, kv64, strides, SPLIT, i)
-    if skip_q == 0:  # else another kernel clears them
+    if skip_q == 0:  # otherwise another kernel clears these rows
         clear_rows_behind(
             out_ptr,
             lse_ptr,

@@ -1,17 +1,17 @@
 """Attention over pages whose values are the first numbers of their keys: latent attention (MLA) with absorbed products.
 
-A key has 512 + 64 numbers in DeepSeek's models, of which the first 512 are its value, and all query heads share one KV head. So
-16 to 128 query heads are rows of one problem, and a key that a program has loaded serves both products. The head size is no
-power of two, so each part of keys and queries has separate tiles: S = Q_c C^T + Q_r R^T and O = P C. Queries are the rows of
-all tiles, because 64 rows fill a wgmma and C is then read from shared memory by both products.
+In DeepSeek's models a key has 512 + 64 numbers. The first 512 are its value, and all query heads share one KV head. So the 16
+to 128 query heads are rows of the same products, and a key that a program has loaded serves both products. The head size is no
+power of two, so the two parts of keys and queries have separate tiles: S = Q_c C^T + Q_r R^T and O = P C. Queries are the rows
+of all tiles, because 64 rows fill a wgmma, and both products then read C from shared memory.
 
 C is loaded in slices of columns. A thread then holds numbers of fewer keys, and computes fewer addresses: with 16 heads, 8
-slices of 64 columns take 389 instructions for a block of 64 keys, and one of 512 columns takes 724.
+slices of 64 columns take 389 instructions for a block of 64 keys, and one slice of 512 columns takes 724.
 
-One kernel serves all calls, with the programs of either of two kinds:
+One kernel serves all calls. Its programs are of one of two kinds:
 
-- decoding, also of up to 16 queries per sequence, cuts the keys into splits as in `decode`, which `splits._combine` combines;
-- prompts with a cached beginning have a program for each tile of rows, which a prefix sum on the device finds.
+- Decoding, with up to 16 queries per sequence: keys are cut into splits as in `decode`, and `splits._combine` combines them.
+- Prompts with a cached beginning: there is a program for each tile of rows, which a prefix sum on the device finds.
 
 A float8 cache is widened to the dtype of the queries. `decode` widens it to float16 and divides bfloat16 queries by powers of
 two, which needs fewer instructions; here it would spill registers in the inner loop. Left out: windows, softcap and sinks
@@ -43,10 +43,10 @@ from fa_serve.spec import OPTIONS, AttentionSpec
 
 @dataclass(frozen=True, slots=True)
 class LatentTiles(DecodeTiles):
-    """Tiles of the kernel: those of decoding, whose block_m queries are always the rows.
+    """Tiles of the kernel: the fields of decoding's tiles, and two more. Queries are always the rows.
 
-    width:     columns of values in a slice, which is loaded and multiplied by itself
-    prefetch:  the next block of keys is fetched to the L2 cache while a block is computed, for keys of 16 bits
+    width:     columns of values in a slice; each slice is loaded and multiplied separately
+    prefetch:  the next block of keys is fetched to the L2 cache while a block is computed, only for keys of 16 bits
     """
 
     width: int = 512
@@ -85,13 +85,14 @@ def latent_tiles(
 ) -> LatentTiles:
     """The tile of one call of latent attention, with arguments as in `decode_tiles`. Queries are the rows of every tile.
 
-    Each tile has the most rows, then the most keys, with which the compiled inner loop writes no registers to memory and fits
-    in the shared memory. The accumulator spills with 64 rows on sm100 and with 128 on sm90. Of 128 heads, the second 64 read
-    keys from the L2 cache. With 64 rows, shared memory holds two blocks of 64 keys, and Triton copies a block only when the one
-    before it has been multiplied. A prefetch therefore brings it to the L2 cache meanwhile, so that the copy takes less time.
+    Each tile has the most rows, then the most keys, with which the compiled inner loop spills no registers and fits into shared
+    memory. The accumulator spills with 64 rows on sm100 and with 128 on sm90. With 128 heads, the second 64 heads read the keys
+    from the L2 cache. With 64 rows, shared memory holds two blocks of 64 keys, and Triton copies a block only when the previous
+    block has been multiplied. Meanwhile a prefetch brings the block to the L2 cache, so that the copy takes less time.
 
-    Measured on one H200 in bfloat16, us for 64 x 8192, 1 x 131072 and, of 128 heads, 128 x 1024, of 16 heads, 16 x 1024 keys.
-    The bandwidth of reads, 4.36 TB/s, allows 139, 35 and 35 or 4 us, and in float8 half of that.
+    Measured on one H200 in bfloat16: us for 64 x 8192 keys, for 1 x 131072 keys, and for 16 x 1024 keys (of 16 heads) or
+    128 x 1024 keys (of 128 heads). At the read bandwidth of 4.36 TB/s, these take at least 139, 35, and 4 or 35 us; in float8,
+    half of that.
     16 heads: 64 keys, 3 stages, 8 slices 162, 55, 16; 4 slices 184, 60, 17; 1 slice 188, 62, 18
               1 slice of 32 keys, 5 stages 254, 82, 20; 2 stages 355, 120, 21
               in float8: 64 keys, 4 stages, 1 slice 371, 108, 22; 32 keys 462, 135, 25
@@ -134,7 +135,7 @@ def latent_tiles(
     max_blocks = triton.cdiv(max_seqlen_k, block_n)
     if max_blocks <= 1:
         return tiles.without_splits()
-    wave = max(1, num_sms // units)  # one program of this size lives on an SM
+    wave = max(1, num_sms // units)  # one program of this size fits on an SM
     if batch == 1:
         return replace(tiles, splits=min(wave, max_blocks))
     return replace(tiles, splits=wave, balanced=True, min_blocks=2)
@@ -145,9 +146,9 @@ def plan_latent(
 ) -> Run:
     """Plan paged calls that look like this one, whose v_cache is a part of their k_cache.
 
-    decodes: keys are cut into splits. Sequences with more than `options.max_seqlen_q` queries are then left alone, and without
-             it those with up to `options.skip_q`: their rows of out and lse stay as they are. So do the rows behind the last
-             sequence if `options.skip_q` is not 0
+    decodes: whether keys are cut into splits. If so, sequences with more than `options.max_seqlen_q` queries are left alone;
+             otherwise, sequences with up to `options.skip_q` queries. Their rows of out and lse stay as they are, and so do
+             the rows after the last sequence if `options.skip_q` is not 0
     tiles:   overrides the choice, for tuning
     """
     assert tensors.block_table is not None
@@ -177,10 +178,10 @@ def plan_latent(
 
 
 class LatentKernel(NamedTuple):
-    """What computes splits: a kernel with the parameters of `attn_latent`.
+    """The kernel that computes splits. It has the parameters of `attn_latent`.
 
-    variant: its last argument, whose `split` is that of `splits`; options: of its launch
-    views:   how it sees the keys, if it reads them through the copy engine
+    variant: the kernel's last argument, whose `split` is a `SplitVariant`; options: of the kernel's launch
+    views:   views of the keys for the copy engine, if the kernel reads keys through it
     """
 
     kernel: Any
@@ -190,7 +191,7 @@ class LatentKernel(NamedTuple):
 
 
 class LatentPlan:
-    """The launches of one kind of call, and the shapes of what a run allocates, for the portable kernel and that for Hopper.
+    """The launches of one kind of call, and the shapes of what a run allocates, for the portable kernel or the Hopper kernel.
 
     decodes: as in `plan_latent`
     """

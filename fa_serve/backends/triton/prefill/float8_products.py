@@ -3,9 +3,9 @@
 The kernel reads the copies that `float8_inputs` makes. A score is a product of float8 numbers times the scale of its row of q
 and the scale of its group of keys. Both are part of the factor that turns products into exponents of 2.
 
-Of "fp8", P is multiplied by 2^PROBABILITY_SHIFT before it is rounded, so that its maximum is 256 and numbers down to 2^-17 of
-the maximum are kept. O has the unit of the scale of the values that were added last. Tensor cores add float8 products in fewer
-than 24 bits (Ada 13, Hopper 14), so the product of a block starts from zero and is added to O in float32.
+With "fp8", P is multiplied by 2^PROBABILITY_SHIFT before it is rounded, so that its maximum is 256 and numbers down to 2^-17 of
+the maximum are kept. O is kept in units of the scale of the values that were added last. Tensor cores add float8 products in
+fewer than 24 bits (Ada 13, Hopper 14), so the product of a block starts from zero and is added to O in float32.
 
 This module leaves out how the copies are made, and the products of the Hopper kernel (`hopper.forward.float8_scales`).
 """
@@ -22,7 +22,7 @@ PROBABILITY_SHIFT = tl.constexpr(8.0)
 def load_keys(k_ptr, n, stride, ROWS: tl.constexpr, COLS: tl.constexpr):
     """[ROWS, COLS] of a copy: keys from key n on, rows `stride` apart.
 
-    A copy is zero from the end of a sequence to the end of its group, so nothing is masked.
+    A copy is zero from the end of a sequence to the end of its last group, so the load needs no mask.
     """
     rows = n.to(tl.int64) * stride + tl.arange(0, ROWS) * stride
     return tl.load(k_ptr + rows[:, None] + tl.arange(0, COLS)[None, :])
@@ -48,9 +48,9 @@ def softmax_update_by_scales(s, factor, row_max, row_sum, SHIFT: tl.constexpr):
 
 @triton.jit
 def in_order_of_values(p, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """P with its keys in the order of the copy of v: of every 16 keys, key 8 h + 2 t + i at position 4 t + 2 h + i.
+    """P with its keys in the order of the copy of v: of every 16 keys, key 8 h + 2 t + i is at position 4 t + 2 h + i.
 
-    A thread has the keys 2 t and 2 t + 1 of every 8 after the product with K and needs four neighbours for the product with V,
-    so it exchanges nothing with other threads.
+    After the product with K, a thread holds keys 2 t and 2 t + 1 of every 8; for the product with V, it needs four neighbours.
+    In this order, its four keys of every 16 are neighbours, so it exchanges nothing with other threads.
     """
     return p.reshape([BLOCK_M, BLOCK_N // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4)).reshape([BLOCK_M, BLOCK_N])

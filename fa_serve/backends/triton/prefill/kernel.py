@@ -43,17 +43,18 @@ class ForwardVariant:
     page_size:   tokens per page, 0 for keys that are not paged
     tma:         K and V are read through tensor descriptors
     mask:        "none", "bool" or "float"
-    precision:   `input_precision` of `tl.dot`, "ieee" or "tf32", which matters in float32. The option `precision` of the call,
-                 which is another matter, decides float8_keys and float8_values
+    precision:   `input_precision` of `tl.dot`, "ieee" or "tf32", which matters only for float32. It is not the option
+                 `precision` of the call, which decides float8_keys and float8_values
     ptx:         inline PTX is available
     batch_block: with `skip_q`, the width of the prefix sum that finds a program's tile, else 0
-    chunked:     the left limit is a chunk and not a window
-    alibi:       as `AttentionTensors.alibi_form`
-    float8_keys: Q and K are the copies of `float8_inputs`, in which packed keys have gaps and keys in pages are a dense batch
+    chunked:     window_left is the length of a chunk, not of a window
+    alibi:       form of the ALiBi slopes, see `AttentionTensors.alibi_form`
+    float8_keys: Q and K are the copies that `float8_inputs` makes, in which packed keys have gaps and paged keys are a dense
+                 batch
     float8_values: V is a transposed copy, and P is float8
     masks_all:   every tile is masked, without a branch
-    wide:        a row of Q, K, V or O may lie 2^31 elements or more behind the first one of its page or tile, or a column of
-                 the mask behind the first one, see `key_pages`
+    wide:        offsets need 64 bits: a row of Q, K, V or O may lie 2^31 elements or more after the first row of its page or
+                 tile, or a column of the mask that far after the first column, see `key_pages`
     """
 
     num_heads: int
@@ -83,7 +84,7 @@ class ForwardVariant:
 
     @staticmethod
     def switches_of(options: AttentionOptions) -> dict[str, Any]:
-        """The fields that follow from the options of a call alone."""
+        """The fields that depend only on the options of a call."""
         return {
             "has_left": options.left >= 0,
             "has_right": options.window_size[1] >= 0,
@@ -95,7 +96,7 @@ class ForwardVariant:
 
 
 def forward_option_numbers(options: AttentionOptions) -> tuple[float, ...]:
-    """The options that are numbers, as the kernel takes them: its first ones, from `scale` to `window_right`."""
+    """The numeric options, in the order of the kernel's parameters from `scale` to `window_right`."""
     return (float(options.softmax_scale), float(options.softcap), options.left, options.window_size[1])
 
 
@@ -103,7 +104,7 @@ def forward_option_numbers(options: AttentionOptions) -> tuple[float, ...]:
 def _load_tile(tensor, n, cols, kv_len, where, CHECK_ROWS, DIM: tl.constexpr, BLOCK_D: tl.constexpr, var: tl.constexpr):
     """[BLOCK_N, BLOCK_D] keys or values from key n on. Rows past kv_len belong to another sequence and read as 0.
 
-    tensor, where: see `_walk`; cols: n and the numbers behind it, [BLOCK_N]; CHECK_ROWS: a copy of TMA may reach past kv_len
+    tensor, where: see `_walk`; cols: numbers of the keys, n first, [BLOCK_N]; CHECK_ROWS: a copy of TMA may reach past kv_len
     """
     BLOCK_N: tl.constexpr = var.block_n
     base_ptr, descriptor, stride_page, stride_t = tensor
@@ -135,18 +136,18 @@ def _walk(state, q, span, k_tensor, v_tensor, mask_tensor, where, rows, scaling,
     """The inner loop. Tiles outside of [inner_lo, inner_hi) cross the edge of the band or the end of the sequence and are
     masked.
 
-    The branch is uniform, and one loop keeps one software pipeline. Cutting the walk into three loops drains the pipeline
-    twice more. A tile is read whole, so keys to the left of the window are read and masked. Their pages must still be the
-    sequence's own, which `MAX_KEYS_PER_TILE` bounds.
+    All threads take the same branch, and one loop keeps one software pipeline. Three loops would drain the pipeline twice more.
+    A tile is read whole, so keys to the left of the window are read and masked. Their pages must therefore still belong to the
+    sequence. `MAX_KEYS_PER_TILE` bounds how far to the left of the window such keys lie.
 
     state:       (acc, row_max, row_sum), the online softmax before the first tile
     span:        (lo, inner_lo, inner_hi, hi, kv_len), numbers of keys: the loop runs from lo to hi
     k_tensor, v_tensor: (pointer, descriptor or None, elements from page to page or sequence to sequence, from key to key)
     mask_tensor: (pointer to the mask of this sequence and head, elements from query to query, from key to key)
     where:       (sequence, KV head, first row of its keys in a packed tensor or copy, pointer to its row of the block table)
-    rows:        (numbers of the queries in their sequence [BLOCK_M], queries of the sequence, keys minus queries)
+    rows:        (index of each query in its sequence [BLOCK_M], queries of the sequence, its keys minus its queries)
     scaling:     (softmax_scale, softcap, ALiBi slope of the head in base 2)
-    scales:      of float8: (q_scale [BLOCK_M], which includes softmax_scale, pointers to the scales of groups of K and of V)
+    scales:      for float8: (q_scale [BLOCK_M], which includes softmax_scale, pointers to the scales of groups of K and of V)
     window:      (left, right)
 
     With float8 values `acc` is in units of `unit`, the scale of the values that were added last. A new scale is one more factor
@@ -293,14 +294,14 @@ def attn_fwd(
 
     cu_q_ptr, cu_k_ptr: (num_seqs + 1,), int32, of packed rows; used_k_ptr: (num_seqs,), int32, the keys of paged sequences
     table_ptr:   (num_seqs, stride_table), int32: the pages of each sequence
-    scale:       softmax_scale; softcap: in the unit of scores. Exponents have base 2 only where scores are exponentiated
-    num_queries: of each sequence of a dense batch, or of all packed sequences and what is behind them
-    seqlen_k:    keys of each sequence of a dense batch; other sequences read theirs
+    scale:       softmax_scale; softcap: in the unit of scores, which are converted to base 2 only where they are exponentiated
+    num_queries: queries of each sequence of a dense batch; otherwise all packed rows, with the rows after the last sequence
+    seqlen_k:    keys of each sequence of a dense batch; for other layouts, the kernel reads the number of keys from the device
     num_m:       blocks of rows of the longest sequence
-    head_group:  pairs of (sequence, head) whose programs run side by side, so that their keys stay in the L2 cache
+    head_group:  number of (sequence, head) pairs whose programs run side by side, so that their keys stay in the L2 cache
     skip_q:      with `batch_block`: sequences with up to this many queries are left to another kernel
-    stride_*:    elements from one sequence (b), token (t), head (h), query (q) or key (k) to the next; stride_kb and stride_vb
-                 are those from page to page of a paged cache
+    stride_*:    elements from one sequence (b), token (t), head (h), query (q) or key (k) to the next; for a paged cache,
+                 stride_kb and stride_vb lead from one page to the next
     """
     BLOCK_M: tl.constexpr = var.block_m
     BLOCK_N: tl.constexpr = var.block_n
@@ -337,7 +338,7 @@ def attn_fwd(
         k_row0 = 0
         kv_len = seqlen_k
     if var.varlen and var.batch_block == 0:  # noqa: SIM102, only this condition is known when the kernel is compiled
-        # The programs of the last sequence know where it ends without a load. Beside `skip_q`, another kernel clears rows.
+        # The programs of the last sequence know where it ends without a load. With `skip_q`, another kernel clears these rows.
         if batch == num_seqs - 1:
             clear_rows_behind(
                 out_ptr,
@@ -374,7 +375,7 @@ def attn_fwd(
         row64 = k_row0.to(tl.int64) if cu_k_ptr is not None else 0
         first_key = batch_k * stride_kb + row64 * stride_kt + kv64 * stride_kh
         k_ptr += first_key
-        # scales lie like the keys that they belong to, one for each group of all columns
+        # scales lie in the order of the keys: one for all columns of a group of BLOCK_KEYS keys
         k_scale_ptr += first_key // (BLOCK_KEYS * var.dim)
         v_ptr += batch_k * stride_vb + row64 * (1 if var.float8_values else stride_vt) + kv64 * stride_vh
         if var.float8_values:
@@ -395,7 +396,7 @@ def attn_fwd(
     q_ptr += first_query
     q_scale = 1.0
     if var.float8_keys:
-        # scales lie like the rows that they belong to; rows past the end of the sequence need a finite one as well
+        # scales lie in the order of the rows; rows past the end of the sequence need a finite scale as well
         q_scale = scale * tl.load(q_scale_ptr + first_query // var.dim + offs_m, mask=q_rows < q_len, other=1.0)
     q = tl.load(
         q_ptr + offs_m[:, None] * stride_qt + offs_d[None, :],

@@ -39,7 +39,7 @@ _L2_BYTES = 32 << 20  # how much of the L2 cache the keys and values of concurre
 def plan_forward(tensors: AttentionTensors, options: AttentionOptions, tiles: TileConfig | None = None) -> Run:
     """Plan calls that look like this one, for AttentionTensors of any layout (see `fa_serve.api`). A run is one launch.
 
-    With options.skip_q > 0, sequences of up to skip_q queries and the rows behind the last sequence are left to another kernel:
+    With options.skip_q > 0, sequences of up to skip_q queries and the rows after the last sequence are left to another kernel:
     their rows of out and lse stay as they are, and the grid holds only the tiles of the other sequences, which a prefix sum on
     the device finds. `tiles` overrides the choice, for tuning. Caches are not quantised here and keys are not split.
     """
@@ -85,13 +85,14 @@ class _ForwardPlan:
         self._tiles = tiles
         self._layout = "paged" if paged else "dense" if tensors.cu_seqlens_q is None else "varlen"
         self._block_d = padded_dim(q.shape[-1])
-        # With tiles of K 32 wide and of V 16 wide the kernel that Triton 3.6 makes for head_dim 24 and head_dim_v 12 in 16 bits
-        # gave wrong rows and read invalid addresses on an H200. It is right with tiles of V that are 32 wide, too.
+        # For head_dim 24 and head_dim_v 12 in 16 bits, tiles of K are 32 wide and tiles of V would be 16 wide. The kernel that
+        # Triton 3.6 compiles for them computed wrong rows and read invalid addresses on an H200. With tiles of V that are also
+        # 32 wide, it is right.
         self._block_dv = max(padded_dim(v.shape[-1]), min(32, self._block_d))
         self._out_shape = (*q.shape[:-1], v.shape[-1])
         self._needs_lse = options.return_lse
         self._lse_shape = (*q.shape[:-3], q.shape[-2], q.shape[-3])
-        # A tensor without elements has no descriptor. Through pointers nothing of it is read.
+        # An empty tensor cannot have a descriptor. The kernel that takes pointers reads nothing of it.
         has_keys = k.numel() > 0 and v.numel() > 0
         self._uses_tma = tiles.tma and not paged and has_keys and _tma_strides(k) and _tma_strides(v)
         out = tensors.out if tensors.out is not None and tensors.out.stride(-1) == 1 else None
@@ -152,7 +153,7 @@ class _ForwardPlan:
         num_m = -(-options.max_seqlen_q // self._tiles.block_m)
         num_tiles = batch * num_m
         if options.skip_q:
-            # This bounds the sequences with more than skip_q queries, each of which has one tile that is not full.
+            # An upper bound: one partial tile for each sequence with more than skip_q queries, and all full tiles.
             num_tiles = min(batch, q.shape[0] // (options.skip_q + 1)) + q.shape[0] // self._tiles.block_m
         if num_tiles * num_heads == 0:
             return None
@@ -245,7 +246,7 @@ def _head_group(batch_heads: int, groups: int, head_bytes: int) -> int:
 
 
 def _tma_strides(x: Tensor) -> bool:
-    """Whether TMA can read a tensor with these strides, which must be multiples of 16 bytes. The address must be one, too."""
+    """Whether TMA can read a tensor with these strides: they must be multiples of 16 bytes. The address must be, too."""
     return all(stride * x.element_size() % 16 == 0 for stride in x.stride()[:-1])
 
 

@@ -1,1 +1,1 @@
-"""Attention by a fixed tree of the keys, whose bits do not depend on the other queries. Left out: the fastest order of sums."""
+"""Attention over a fixed tree of keys: a query's bits do not depend on the other queries. Left out: faster orders of sums."""

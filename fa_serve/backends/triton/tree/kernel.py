@@ -36,9 +36,9 @@ class TreeVariant:
     block_n:     keys per block; group: keys per group, a multiple of block_n
     page_size:   tokens per page
     has_left:    there is a limit to the left, a window or, if `chunked`, a chunk
-    batch_block: width of the prefix sum that finds a program's tile; 0 where each sequence has as many tiles as the others
-    apart:       a program computes one group, and `fold_groups` folds them
-    precision:   `input_precision` of `tl.dot`, "ieee" or "tf32", which matters in float32
+    batch_block: width of the prefix sum that finds a program's tile; 0 if all sequences have the same number of tiles
+    apart:       each program computes only one group of keys, and `fold_groups` folds the groups
+    precision:   `input_precision` of `tl.dot`, "ieee" or "tf32", which matters only for float32
     ptx:         inline PTX is available; pdl: kernels are launched programmatically
     """
 
@@ -72,7 +72,7 @@ def _fold(state, group_max, group_sum, group_out):
 
 @triton.jit
 def _load_keys(tensor, cols, owned, offs_d, table_ptr, DIM: tl.constexpr, dtype: tl.constexpr, var: tl.constexpr):
-    """[BLOCK_N, BLOCK_D] keys or values at positions `cols`; those that are not owned are not read, and are 0."""
+    """[BLOCK_N, BLOCK_D] keys or values at positions `cols`; keys that are not owned are not read, and are 0."""
     ptr, stride_page, stride_token = tensor
     page = tl.load(table_ptr + cols // var.page_size, mask=owned, other=0).to(tl.int64)
     rows = page * stride_page + (cols % var.page_size).to(tl.int64) * stride_token
@@ -84,9 +84,9 @@ def _load_keys(tensor, cols, owned, offs_d, table_ptr, DIM: tl.constexpr, dtype:
 def _compute_group(
     q, row_scale, begin, end, k_tensor, v_tensor, table_ptr, positions, limits, scaling, window, var: tl.constexpr
 ):
-    """The blocks of one group with a key in [begin, end), in their order -> maximum, sum and weighted values of each row.
+    """Walk in order over the blocks of a group with keys in [begin, end) -> maximum, sum and weighted values of each row.
 
-    limits: the first key that any row sees, the number of keys, and where the keys begin and end that every row sees
+    limits: (the first key that any row sees, the number of keys, begin and end of the keys that every row sees)
     """
     BLOCK_M: tl.constexpr = var.block_m
     BLOCK_DV: tl.constexpr = var.block_dv
@@ -130,7 +130,7 @@ def _compute_group(
 
 @triton.jit
 def _initial_state(sinks_ptr, head, live, ROWS: tl.constexpr, var: tl.constexpr):
-    """What the first group is folded into: nothing, or a sink, which is one more key that has a score and no value."""
+    """The state into which the first group is folded: empty, or a sink, which is one more key that has a score and no value."""
     BLOCK_DV: tl.constexpr = var.block_dv
     row_max = tl.full([ROWS], float("-inf"), tl.float32)
     row_sum = tl.zeros([ROWS], tl.float32)
@@ -142,7 +142,7 @@ def _initial_state(sinks_ptr, head, live, ROWS: tl.constexpr, var: tl.constexpr)
 
 @triton.jit
 def _store_rows(out_ptr, lse_ptr, state, descale_v, token, head, live, strides, var: tl.constexpr):
-    """Divide by the sum, and store rows where their token and their query head are."""
+    """Divide by the sum, and store rows at their tokens and query heads."""
     row_max, row_sum, out = state
     stride_ot, stride_oh, stride_lh = strides
     inverse, lse = finish_softmax(row_max, row_sum)
@@ -156,7 +156,7 @@ def _store_rows(out_ptr, lse_ptr, state, descale_v, token, head, live, strides, 
 
 @triton.jit
 def _tile_of(index, cu_q_ptr, batch, tiles_per_seq, var: tl.constexpr):
-    """The sequence and the first packed row of a tile. The sequence is `batch` where there are no more tiles."""
+    """The sequence and the first packed row of a tile. The sequence is `batch` if there are no more tiles."""
     if var.batch_block > 0:
         seq, block = find_tile(index, cu_q_ptr, batch, 0, var.groups, var.block_m, var.batch_block)
     else:
@@ -232,7 +232,7 @@ def attn_tree(
     scale: turns products into exponents of 2 or, with a softcap, into scores
     most_queries: a sequence with more queries is left to another kernel
     """
-    wait_for_previous_kernel(var.pdl, True)  # `fold_groups` reads lengths ahead
+    wait_for_previous_kernel(var.pdl, True)  # `fold_groups` reads the lengths before it waits
     BLOCK_M: tl.constexpr = var.block_m
     program = tl.program_id(0)
     clear_rows_behind(

@@ -1,4 +1,4 @@
-"""Attention on a paged cache by a fixed tree of the keys: the bits of a query depend on its keys and on nothing else.
+"""Attention on a paged cache over a fixed tree of keys: the bits of a query's result depend on its keys and on nothing else.
 
 The keys of a sequence are cut at absolute positions, from its first key on: into blocks, and into groups of blocks. For a row,
 a query of one query head,
@@ -8,14 +8,15 @@ a query of one query head,
 2. groups are folded from the left into the result (`primitives.fold_rows`), after the sink if there is one.
 
 A block or a group in which a row sees no key changes nothing, so it does not matter whether a program visits it. Therefore rows
-may be computed in tiles with any others: a token has the same bits in a prompt, in a chunk, after a cached prefix, in a step
-that verifies drafts, and alone. And groups may be computed by one program, which folds them in registers, or by one program
-each (`apart`), after which a second kernel folds them.
+may be computed in tiles with any other rows: a token has the same bits in a prompt, in a chunk, after a cached prefix, in a
+step that verifies drafts, and alone. The groups may be computed by one program, which folds them in registers, or each by a
+program of its own (`apart`), and then a second kernel folds them.
 
-Each tile has 64 packed rows, also for a single query, and a warp for 16 of them: this is one instruction for the products, and
-one order of the sums over a row's scores. Sequences with more than `max_seqlen_q` queries are left to another kernel, which
-follows the same tree (`backends.hopper.FOLLOWS_TREE`). Left out: explicit masks, ALiBi, and latent keys. Source of the idea:
-fixed split sizes in He et al., "Defeating Nondeterminism in LLM Inference" (2025).
+Each tile has 64 packed rows, even for a single query, or 128 (`MANY_TREE_ROWS`). There is one warp for 16 rows (8 warps for
+wide heads), so the products always use the same instruction, and the sums over a row's scores always have the same order.
+Sequences with more than `max_seqlen_q` queries are left to another kernel, which follows the same tree
+(`backends.hopper.FOLLOWS_TREE`). Left out: explicit masks, ALiBi, and latent keys. Source of the idea: fixed split sizes in He
+et al., "Defeating Nondeterminism in LLM Inference" (2025).
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ MANY_TREE_ROWS = 128
 """Packed rows of a tile with twice as many warps, for steps with many rows. The instructions and the sums over a row's scores
 are the same."""
 CHOOSES_ROWS = True
-"""The switch: whether many rows have such tiles on Hopper. tests/gpu/test_tree_gpu.py has found the rows of both tiles equal in
-every bit on an H200."""
+"""The switch: whether steps with many rows use such tiles on Hopper. On an H200, tests/gpu/test_tree_gpu.py has found that both
+tiles give rows that are equal in every bit."""
 _FOLDED_ROWS = 4
 _MOST_BUFFER = 16 << 20
-"""The most numbers that groups apart may leave."""
+"""The most numbers that the buffer may hold where groups are computed apart."""
 
 
 def plan_tree(
@@ -125,13 +126,13 @@ def plan_tree(
 
 
 def _choose_rows(arch: int, width: int, itemsize: int, rows: int) -> int:
-    """Packed rows of a tile, for sequences with so many."""
+    """Packed rows of a tile, for sequences with up to `rows` packed rows."""
     has_many = CHOOSES_ROWS and arch == 90 and width <= 128 and itemsize == 2
     return MANY_TREE_ROWS if has_many and rows >= 4 * MANY_TREE_ROWS else TREE_ROWS
 
 
 def _num_stages(arch: int, width: int) -> int:
-    """Blocks of K and V in flight. They change no sum."""
+    """Blocks of K and V in flight. Their number changes no sum."""
     if width <= 128:
         return 3
     return 2 if arch in (80, 90, 100) and width <= 256 else 1
@@ -140,7 +141,7 @@ def _num_stages(arch: int, width: int) -> int:
 def _variant(
     tensors: AttentionTensors, options: AttentionOptions, dim_v: int, block_m: int, batch_block: int, apart: bool
 ) -> TreeVariant:
-    """What the kernels are compiled for. Blocks, groups and warps depend on sizes of heads and on dtypes alone."""
+    """What the kernels are compiled for. Blocks, groups and warps depend only on head sizes and dtypes."""
     q = tensors.q
     dim = q.shape[2]
     arch = spec.arch_of(q.device)

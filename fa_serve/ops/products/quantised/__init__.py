@@ -1,1 +1,2 @@
-"""Products with quantised weights: the layout of a weight, its kernels and their tiles. Left out: which kernel (table.py)."""
+"""Products with quantised weights: the layout of a weight, its kernels and their tiles. Left out: the choice of the kernel
+(table.py)."""

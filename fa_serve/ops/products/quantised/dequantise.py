@@ -1,7 +1,9 @@
-"""The matrix of a quantised weight, and the product of many tokens with it: unpacking once is then cheap beside the product.
+"""The matrix of a quantised weight, and its product with many tokens: compared with that product, unpacking once is cheap.
 
-matrix_of = plan_matrix(product)
-y = torch_ops.product(x, matrix_of(weight), bias, residual, alpha)
+    matrix_of = plan_matrix(product)
+    y = torch_ops.product(x, matrix_of(weight), bias, residual, alpha)
+
+Left out: few tokens, for which kernels unpack the weights in registers (unpack.py).
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from fa_serve.ops.products.quantised.weight import BLOCK_COLUMNS, QuantizedWeigh
 from fa_serve.ops.torch_ops import product as torch_product
 
 _ROWS = 32
-"""Rows of weights of a program."""
+"""Rows of weights that a program unpacks."""
 
 
 @triton.jit
@@ -63,10 +65,10 @@ def _dequantize(
 
 
 def plan_matrix(product: Product, rows: int | None = None) -> Callable[[QuantizedWeight], Tensor]:
-    """Makes what `QuantizedWeight.dequantize` computes, (rows, k) in the product's dtype: in one launch, which takes no memory
-    but the result, or by PyTorch where Triton cannot read float8.
+    """A function that computes what `QuantizedWeight.dequantize` does, (rows, k) in the product's dtype: in one launch, which
+    allocates only the result, or by PyTorch where Triton cannot read float8.
 
-    rows: of the weight, the product's n if None. Experts are dequantised some at a time
+    rows: rows of the weight; None means the product's n. Experts are dequantised some at a time
     """
     dtype = product.dtype
     if not product.reads_float8:
@@ -91,7 +93,7 @@ def plan_matrix(product: Product, rows: int | None = None) -> Callable[[Quantize
 
 
 def plan_dequantised_product(product: Product, tile: None, details: Details) -> Multiply:
-    """One launch, and PyTorch's product with the matrix."""
+    """One launch that unpacks the matrix, and PyTorch's product with it."""
     matrix_of = plan_matrix(product)
     alpha = details.alpha
 

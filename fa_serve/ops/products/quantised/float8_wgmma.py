@@ -1,9 +1,9 @@
 """Products of float8 weights that have a scale for each row with 2 to 128 tokens in float8 on Hopper, in Gluon.
 
-A program computes a tile of all columns, or of one of several ranges of them, whose sums a second kernel adds in their order.
-128 columns of weights and tokens at a time are copied to shared memory asynchronously, some blocks ahead, the first weights
-before the previous kernel has ended. `wgmma` reads both from there, so nothing is unpacked, and the time is that of reading the
-weights. Several programs share a multiprocessor: while one waits for a copy or a product, the others go on.
+A program computes a tile over all columns, or over one of several ranges of them, whose sums a second kernel adds in their
+order. Weights and tokens are copied to shared memory asynchronously, 128 columns at a time and some blocks ahead. The first
+weights are copied before the previous kernel has ended. `wgmma` reads both from there, so nothing is unpacked, and the time is
+that of reading the weights. Several programs share a multiprocessor: while one waits for a copy or a product, the others go on.
 
 Tensor cores add float8 products in about 14 bits. The sums of each 128 columns are therefore added in float32 (DeepSeek-V3
 Technical Report, section 3.3.2). Left out: more tokens, which take `torch._scaled_mm` (pytorch.py), and the rounding
@@ -66,8 +66,8 @@ def _scaled_wgmma(
     SPLITS: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """out = (x * x_scales) @ (data * scales).T + bias, plus what is asked for; with SPLITS > 1 out is (SPLITS, M, N) float32,
-    without bias and residual.
+    """out = (x * x_scales) @ (data * scales).T + bias, or residual + alpha * that. With SPLITS > 1, out is (SPLITS, M, N)
+    float32, without bias and residual.
 
     x, data: float8, (M, K) and (N, K); M is at most BLOCK_M
     """
@@ -79,7 +79,7 @@ def _scaled_wgmma(
     split, tile, first, count = blocks_of_program(BLOCKS, SPLITS)
     row = tile * BLOCK_N
     columns = gl.expand_dims(gl.arange(0, 128, layout=gl.SliceLayout(0, copied)), 0)
-    # rows that do not exist are the last one, and are not stored; tokens that do not exist are 0, and are not read
+    # rows past the end repeat the last row and are not stored; tokens past the end are 0 and are not read
     w_rows = gl.expand_dims(gl.minimum(row + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, copied)), N - 1), 1)
     weights = (data_ptr, w_rows * K + columns, columns, columns < 128)  # all rows exist
     x_rows = gl.expand_dims(gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, copied)), 1)

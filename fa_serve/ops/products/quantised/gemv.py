@@ -1,17 +1,17 @@
 """The product of a quantised weight with one token on Hopper, in Gluon: weights from registers to `mma.sync`.
 
-A program multiplies tiles of 16 rows of weights, one after the other, and each of its warps sums other columns of them. There
-are as many programs as multiprocessors hold at a time, so that each of them prepares the token once: it is kept in shared
-memory, with its norm applied, in the order in which it is multiplied. The words of the next blocks are on their way from memory
-to registers while a block is multiplied, across the ends of tiles, and warps wait for each other at the end of a tile only.
+A program multiplies tiles of 16 rows of weights, one after the other, and each of its warps sums different columns. There are
+as many programs as the multiprocessors hold at a time, so that each prepares the token only once: in shared memory, with the
+norm applied, in the order in which it is multiplied. While a block is multiplied, the words of the next blocks are on their way
+from memory to registers, also across the end of a tile. Warps wait for each other only at the end of a tile.
 
-Two instructions make a pair of bfloat16 or float16 numbers of 4-bit values: bits are moved below the exponent of 16, so that
-the numbers are 16 + value, exactly. What that adds to a sum is (16 + zero point) times the sum of the inputs, which is computed
-once for each group of columns. A pair of float8 numbers takes four instructions: their bits are moved below the exponent and
-multiplied by a power of two. NaN, which no checkpoint has, becomes 480.
+Two instructions turn two 4-bit values into a pair of bfloat16 or float16 numbers: the bits are moved below the exponent of 16,
+so that each number is exactly 16 + value. The excess in a sum is (16 + zero point) times the sum of the inputs, and is
+subtracted once for each group of columns. A pair of float8 numbers takes four instructions: their bits are moved to the places
+of exponent and mantissa, and multiplied by a power of two. NaN, which no checkpoint has, becomes 480.
 
-Tensor cores add products in any order of the columns, so a thread multiplies the columns that it has, and the input is
-rearranged (runs.py). `mma` multiplies 8 tokens at a time, and all of them are this one. Left out: several tokens
+A product may add the columns in any order, so a thread multiplies the columns that it has loaded, and the input is rearranged
+to match (runs.py). `mma` multiplies 8 tokens at a time, and all 8 are copies of the one token. Left out: several tokens
 (unpack_wgmma.py), and the portable kernels (unpack.py).
 """
 
@@ -52,7 +52,7 @@ def store_token(
 ):
     """Write one row of inputs to shared memory (STEPS, warps, WIDTH) in the order of positions, with its norm applied.
 
-    sums: the sums of the PARTS equal parts of each block (STEPS, warps, PARTS), or None
+    sums: gets the sums of the PARTS equal parts of each block (STEPS, warps, PARTS), or None
 
     Loads of up to 8 steps are on their way together, because each takes most of a microsecond.
     """
@@ -109,7 +109,7 @@ def add_block(
     X_LAYOUT: gl.constexpr,
     MMA: gl.constexpr,
 ):
-    """acc [warps, BLOCK_N, 8] + the products of a block of weights with the token's part. The arguments are those of a step."""
+    """acc [warps, BLOCK_N, 8] + the products of a block of weights with the token's part. All arguments belong to one step."""
     WARPS: gl.constexpr = acc.shape[0]
     RUNS: gl.constexpr = token.shape[1] // 32 // PARTS
     found = words_of_runs(data, VALUES)
@@ -161,9 +161,9 @@ def _quantized_gemv(
     PROGRAMS: gl.constexpr,
     PDL: gl.constexpr,
 ):
-    """out = activation of x @ weights + bias, plus what is asked for, as `unpack._quantized_row` computes it.
+    """The product of one token, with the same steps before and after it as in `unpack._quantized_row`.
 
-    GATED: the weights have 2 * N rows. The first half of a tile's rows are gates, the other the rows that they multiply.
+    GATED: the weights have 2 * N rows. The first half of a tile's rows are gates, the other half the rows that they multiply.
     """
     WARPS: gl.constexpr = gl.num_warps()
     HALF: gl.constexpr = x_ptr.dtype.element_ty == gl.float16
@@ -213,7 +213,7 @@ def _quantized_gemv(
     if VALUES != 0:
         sums = gl.allocate_shared_memory(gl.float32, [STEPS, WARPS, PARTS], shared)
     store_token(token, sums, x_ptr, columns_ptr, norm_ptr, eps, offset, K, VALUES, WIDTH, STEPS, PARTS)
-    sync_threads()  # here, or Triton would let the warps wait for each other in every step
+    sync_threads()  # without this one, Triton would put a barrier into every step
 
     for tile in range(first, TILES, PROGRAMS):
         # what the end of a tile needs is loaded at its start

@@ -4,10 +4,10 @@
 
 A 32-bit register holds the numbers of two neighbouring columns, so one instruction serves two weights. A pair of 4-bit integers
 becomes 16 + value in two instructions, and the zero point is subtracted, which is exact. A pair of e2m1 or float8 numbers is
-put into the exponents and mantissas of 16-bit numbers, and one product, which is exact, restores the exponents. Then the scale
-multiplies, and the result is rounded. With the scale, a weight takes 2 instructions for integers, 3 for e2m1 and 2.5 for
-float8. VALUES is that of `primitives.kernel_values`, and HALF says whether numbers are float16. A NaN in float8
-becomes 480. Left out: kernels (gemv.py, wgmma.py, experts/quantised.py).
+put into the exponents and mantissas of 16-bit numbers, and one multiplication, which is exact, restores the exponents. Then the
+scale multiplies, and the result is rounded. With the scale, a weight takes 2 instructions for integers, 3 for e2m1 and 2.5 for
+float8. VALUES is that of `primitives.kernel_values`, and HALF says whether numbers are float16. A NaN in float8 becomes 480.
+Left out: kernels (gemv.py, unpack_wgmma.py, moe/unpack_wgmma.py).
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from fa_serve.ops.products.quantised.weight import QuantizedWeight
 
 @gluon.constexpr_function
 def word_layout(BLOCK_N, WARPS, WORDS, PAIRS=False):
-    """The layout of [BLOCK_N, WORDS], each of two neighbouring columns, in which a thread has what `wgmma` expects of it.
+    """The layout of [BLOCK_N, WORDS] words of two neighbouring columns, in which a thread has the weights that `wgmma` expects.
 
-    PAIRS: of [BLOCK_N, 2 * WORDS], in which two neighbouring elements are in the place of one
+    PAIRS: the layout is one of [BLOCK_N, 2 * WORDS], in which two neighbouring elements take the place of one word
     """
     warps = []
     row = 16
@@ -64,7 +64,7 @@ def pairs_of_float8(words, UPPER: gl.constexpr, HALF: gl.constexpr):
         else "shl.b32 t, t, 4; and.b32 t, t, 0x87f087f0; mul.rn.bf16x2 $0, t, $2; }"
     )
     ASM: gl.constexpr = "{ .reg .b32 t; prmt.b32 t, $1, 0, " + SELECT + "; " + MOVE
-    # 2^8 or 2^120, twice: what the exponents differ by
+    # 2^8 or 2^120, in both halves: the difference between the exponent biases
     factor = 0x5C005C00 if HALF else 0x7B807B80
     return gl.inline_asm_elementwise(ASM, "=r,r,r", [words, factor], dtype=gl.int32, is_pure=True, pack=1)
 
@@ -90,7 +90,7 @@ def pairs_of_float4(words, RUN: gl.constexpr):
 
 @gluon.jit
 def pairs_of_int4(words, zero, RUN: gl.constexpr, HALF: gl.constexpr):
-    """int32: two integers of the bits 4 * RUN to 4 * RUN + 3 of each half of words less the zero point, exact.
+    """int32: two integers of the bits 4 * RUN to 4 * RUN + 3 of each half of words minus the zero point, exact.
 
     zero: 16 + zero point, in both halves
     """
@@ -113,7 +113,7 @@ def scaled(pairs, scale, HALF: gl.constexpr):
 
 @gluon.jit
 def words_of_half(words, LAYOUT: gl.constexpr, UPPER: gl.constexpr):
-    """[BLOCK_N, 16]: words [BLOCK_N, 32] of a block, with neighbouring columns of half the block in both halves of a word."""
+    """Words [BLOCK_N, 32] of a block -> [BLOCK_N, 16]: half of the block. The halves of a word are neighbouring columns."""
     even, odd = gl.split(gl.reshape(words, [words.shape[0], 16, 2]))
     if UPPER:
         t = gl.inline_asm_elementwise(
@@ -128,7 +128,7 @@ def words_of_half(words, LAYOUT: gl.constexpr, UPPER: gl.constexpr):
 
 @gluon.jit
 def bytes_of_runs(bytes_, LAYOUT: gl.constexpr):
-    """Four times [BLOCK_N, 16] int32, of 32 columns each: two float8 numbers in the lower half. bytes_: [BLOCK_N, 64] int16"""
+    """Four tensors [BLOCK_N, 16] int32 of 32 columns each, two float8 numbers in the lower half. bytes_: [BLOCK_N, 64] int16"""
     split = gl.permute(gl.reshape(bytes_.to(gl.int32), [bytes_.shape[0], 2, 2, 16]), (0, 3, 1, 2))
     even, odd = gl.split(split)
     first, third = gl.split(even)
@@ -145,10 +145,10 @@ def bytes_of_runs(bytes_, LAYOUT: gl.constexpr):
 def weights_of_half(words, zeros, scales, LAYOUT: gl.constexpr, UPPER: gl.constexpr, VALUES: gl.constexpr, HALF: gl.constexpr):
     """[BLOCK_N, 128]: the weights of columns 0 to 127 of a block, or with UPPER of columns 128 to 255.
 
-    words:  of 4-bit values [BLOCK_N, 32] int32 of the block; of float8 numbers [BLOCK_N, 64] int16 of its half
-    scales: a tuple of [BLOCK_N, 1] int32, of the equal parts of the half; () leaves float8 numbers and integers as they are
-    zeros:  the same for zero points of integers, or ()
-    LAYOUT: of [BLOCK_N, 16] words
+    words:  for 4-bit values the words of the block, [BLOCK_N, 32] int32; for float8 those of the half, [BLOCK_N, 64] int16
+    scales: a tuple of [BLOCK_N, 1] int32, one for each equal part of the half; () leaves float8 numbers and integers unscaled
+    zeros:  zero points of integers in the same form, or ()
+    LAYOUT: layout of [BLOCK_N, 16] words
     """
     PARTS: gl.constexpr = len(scales)
     runs = bytes_of_runs(words, LAYOUT) if VALUES == 0 else (words_of_half(words, LAYOUT, UPPER),)
@@ -174,7 +174,7 @@ def weights_of_half(words, zeros, scales, LAYOUT: gl.constexpr, UPPER: gl.conste
 def load_scales(ptr, offsets, start, GROUPS: gl.constexpr, GROUP: gl.constexpr, VALUES: gl.constexpr, HALF: gl.constexpr):
     """Tensors [BLOCK_N, 1] int32: the scales of the equal parts of the 128 columns from `start` on, in both halves.
 
-    offsets: [BLOCK_N], of the rows' first scales
+    offsets: [BLOCK_N], the offset of each row's first scale
 
     A scale of e8m0 is the exponent of a bfloat16. 0 stands for 2^-127, which is subnormal.
     """
@@ -204,7 +204,7 @@ def load_zeros(
     HALF: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):
-    """As `load_scales`, 16 + the zero points of integers. Other values have none. LAYOUT: of [BLOCK_N, 1]"""
+    """As `load_scales`, for 16 + the zero points of integers; () for other values. LAYOUT: layout of [BLOCK_N, 1]"""
     # a zero point below 16 is the highest bits of the mantissa of 16 + itself
     SIXTEEN: gl.constexpr = 0x4C00 if HALF else 0x4180
     PLACE: gl.constexpr = 6 if HALF else 3

@@ -1,10 +1,10 @@
 """How kernels turn quantised weights into numbers, in registers: shared by dense products and by those of experts.
 
 Weights are read once and become numbers of the input's dtype. A block of 256 columns of 4-bit weights has 8 runs of 32, see
-weight.py. `add_products` multiplies tiles of weights with several tokens; `load_units` and `add_row_sums` multiply
-rows with one token. VALUES says what the weights are, see `kernel_values`; N is the number of their rows, K that of their
-columns, and GROUP the columns that share a scale. How many equal parts of a block have one group each, and other
-numbers that follow from a product, are in tiles.py. This module leaves out kernels and launches.
+weight.py. `add_products` multiplies tiles of weights with several tokens; `load_units` and `add_row_sums` multiply rows with
+one token. VALUES says what the weights are, see `kernel_values`; N is the number of their rows, K that of their columns, and
+GROUP the columns that share a scale. The number of equal parts of a block that lie in one group each, and other numbers that
+depend only on a product, are in tiles.py. This module leaves out kernels and launches.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ def load_words(data_ptr, rows, block, N: tl.constexpr, K: tl.constexpr, VALUES: 
 def scaled_values(words, zero, RUN: tl.constexpr, VALUES: tl.constexpr):
     """The values in the bits 4 * RUN to 4 * RUN + 3 of words, float32 and exact: of integers, (value - zero) * 16^(RUN % 4).
 
-    An integer in the lowest bits of 2^23 as a float32 is added to it. So nothing is converted, which would be slow, and the 8
-    values of a word take one shift. The three lower bits of e2m1, as the lowest bits of float32's exponent and the highest of
-    its mantissa, are the number times 2^-126, subnormal or not.
+    An integer that is put into the lowest bits of the float32 number 2^23 is thereby added to it. So nothing is converted,
+    which would be slow, and the 8 values of a word take one shift. The three lower bits of e2m1, as the lowest bits of
+    float32's exponent and the highest of its mantissa, are the number times 2^-126, subnormal or not.
     """
     PLACE: tl.constexpr = RUN % 4
     if VALUES == 2:
@@ -72,7 +72,7 @@ def wide_scales(scales):
 
 @triton.jit
 def wide_float8(numbers):
-    """Float8 numbers in float32. Bytes are read as float8_e4m3fn, for GPUs that Triton has no such numbers for."""
+    """Float8 numbers in float32. Bytes are read as float8_e4m3fn, for GPUs on which Triton lacks this dtype."""
     if numbers.dtype == tl.uint8:
         byte = numbers.to(tl.int32)
         magnitude = byte & 127
@@ -87,7 +87,7 @@ def wide_float8(numbers):
 
 @triton.jit
 def load_scale(scales_ptr, zeros_ptr, rows, start, N: tl.constexpr, K: tl.constexpr, GROUP: tl.constexpr):
-    """[BLOCK_N, 1] float32: the scale and the zero point of the group of the column start. 8.0 stands for no zero points."""
+    """[BLOCK_N, 1] float32: the scale and the zero point of the group of column `start`. Without zero points: 8.0."""
     GROUPS: tl.constexpr = (K + GROUP - 1) // GROUP
     group = rows.to(tl.int64) * GROUPS + tl.minimum(start // GROUP, GROUPS - 1)
     scale = wide_scales(tl.load(scales_ptr + group, mask=rows < N, other=0))[:, None]
@@ -111,7 +111,7 @@ def unpacked_run(
     RUN: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """[BLOCK_N, WIDTH] float32: run RUN of a block, which are the weights in the columns start, start + 1, ... of one group."""
+    """[BLOCK_N, WIDTH] float32: run RUN of a block, the weights in columns start, start + 1, ..., all in one group."""
     if VALUES != 0:
         w = scaled_values(words, zero, RUN, VALUES) * (scale * (1.0 / (1 << 4 * (RUN % 4 if VALUES == 1 else 0))))
     else:
@@ -150,10 +150,10 @@ def add_products(
     PARTS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """acc [BLOCK_N, BLOCK_M] and the products of rows of weights with rows of x, in the columns from first to last.
+    """acc [BLOCK_N, BLOCK_M] plus the products of rows of weights with rows of x, over the columns from first to last.
 
-    tokens:  [BLOCK_M] int64, the rows of x (any number, K) of which those are computed that are `inside`
-    rows:    [BLOCK_N], of the N rows of the weights
+    tokens:  [BLOCK_M] int64, rows of x (any number, K); only those that are `inside` are computed
+    rows:    [BLOCK_N], row numbers among the N rows of the weights
     first:   a multiple of 256
     """
     RUNS: tl.constexpr = 256 // WIDTH // PARTS
@@ -202,7 +202,7 @@ def load_units(
     """Everything that is loaded for the units first + units of rows: data, scales and zero points.
 
     data:   [BLOCK_N, UNITS, 32]: the words of units of 256 columns, or float8 numbers of units of 32 columns
-    scales: as `_of_groups` loads them; none if a row has one scale. So are zero points, if there are any
+    scales: as `_of_groups` loads them; () if a row has one scale. Zero points have the same form; () if there are none
     """
     UNIT: tl.constexpr = 256 if VALUES != 0 else 32
     ROW: tl.constexpr = (K + 255) // 256 * 32 if VALUES != 0 else K
@@ -225,7 +225,7 @@ def load_units(
 
 @triton.jit
 def add_row_sums(acc, loaded, xs, VALUES: tl.constexpr, PARTS: tl.constexpr):
-    """acc and the products of loaded weights with xs, a tuple of [UNITS, 32] for each run of 32 columns of a unit.
+    """acc plus the products of loaded weights with xs, a tuple of [UNITS, 32] for each run of 32 columns of a unit.
 
     acc: [BLOCK_N, UNITS, 32] for 4-bit weights. Sums of float8 weights are [BLOCK_N, UNITS], which takes fewer registers.
     """

@@ -4,7 +4,7 @@
     rounded = round_rows(x, norm_weight, None)
     rounded = plan_rounding(product, activation="silu")(gate_up, None, None)
 
-What multiplies both is `torch._scaled_mm` (pytorch.py), or the Hopper kernel in its place (float8_wgmma.py).
+The product is then computed by `torch._scaled_mm` (pytorch.py), or by the Hopper kernel that replaces it (float8_wgmma.py).
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ def _quantize_rows(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A program rounds a row to float8 with the given scale, or with the one that makes its largest number 448.
+    """A program rounds a row to float8 with the given scale, or with the scale that makes its largest number 448.
 
-    The row is normalised before, or with a KIND it is activate(x[:WIDTH]) * x[WIDTH:], rounded to x's dtype.
+    With a norm, the row is normalised first. With a KIND, the row is activate(x[:WIDTH]) * x[WIDTH:], rounded to x's dtype.
     """
     wait_for_previous_kernel(PDL)
     row = tl.program_id(0).to(tl.int64)

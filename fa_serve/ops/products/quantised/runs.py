@@ -4,9 +4,10 @@
     w = weights_of_run(found, opaque, run, VALUES, HALF)         # [warps, BLOCK_N, 32], a run of positions
     token.store(by_position(x, VALUES))                          # the input in the same order
 
-A thread multiplies the columns whose words it has loaded, 16 bytes at a time, so no weight moves between threads. That makes
-the order of the columns another one than in memory: positions. VALUES is that of `primitives.kernel_values`, and HALF
-says whether numbers are float16. Left out: weights of which several tokens are multiplied (pairs.py).
+A thread multiplies the columns whose words it has loaded, 16 bytes at a time, so no weight moves between threads. The columns
+are therefore multiplied in another order than in memory; a place in this order is called a position. VALUES is that of
+`primitives.kernel_values`, and HALF says whether numbers are float16. Left out: weights that are multiplied with several tokens
+(pairs.py).
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ def by_position(x, VALUES: gl.constexpr):
     """[warps, WIDTH] inputs in the order of columns -> in the order in which they are multiplied.
 
     A thread reads words 4t to 4t + 3 of 16 neighbouring ones, where t is its number among four. Its share of 32 positions is 8t
-    to 8t + 7. So columns change places inside of 32 for 4 bits, and inside of 128 for float8.
+    to 8t + 7. So columns change places within each 32 columns for 4-bit values, and within each 64 columns for float8.
     """
     WARPS: gl.constexpr = x.shape[0]
     WIDTH: gl.constexpr = x.shape[1]
@@ -37,7 +38,7 @@ def by_position(x, VALUES: gl.constexpr):
 def raised_pairs_of_int4(words, opaque, RUN: gl.constexpr, HALF: gl.constexpr):
     """int32: two numbers 16 + value, of the bits 4 * RUN to 4 * RUN + 3 of each half of words. HALF: whether in float16.
 
-    opaque: 1, which the compiler cannot know. So it leaves `(t & mask) | exponent` in one instruction.
+    opaque: 1, but the compiler does not know that. So it keeps `(t & mask) | exponent` in one instruction.
     """
     if HALF:
         t = words << (6 - 4 * RUN) if RUN < 2 else words >> (4 * RUN - 6)
@@ -50,10 +51,10 @@ def raised_pairs_of_int4(words, opaque, RUN: gl.constexpr, HALF: gl.constexpr):
 
 @gluon.jit
 def words_of_runs(words, VALUES: gl.constexpr):
-    """[warps, 2, BLOCK_N, 16] words -> a tuple of those that `weights_of_run` takes.
+    """[warps, 2, BLOCK_N, 16] words -> the tuple of words that `weights_of_run` takes.
 
-    For 4 bits: [warps, BLOCK_N, 16] of 128 columns, twice, in which halves of a word are neighbouring columns.
-    For float8: [warps, BLOCK_N, 4, 2] of 32 columns, four times.
+    For 4-bit values: two tensors [warps, BLOCK_N, 16] of 128 columns each; the halves of a word are neighbouring columns.
+    For float8: four tensors [warps, BLOCK_N, 4, 2] of 32 columns each.
     """
     A: gl.constexpr = words.shape[0]
     B: gl.constexpr = words.shape[2]
@@ -109,8 +110,8 @@ def along(x, DIM: gl.constexpr):
 def load_groups_of_block(ptr, offsets, start, K: gl.constexpr, GROUP: gl.constexpr, BLOCK: gl.constexpr, PARTS: gl.constexpr):
     """PARTS tensors of [warps, BLOCK_N, 1]: scales or zero points of the equal parts of the blocks from columns `start` on.
 
-    offsets: [1, BLOCK_N, 1], those of the rows
-    start:   [warps, 1, 1]
+    offsets: [1, BLOCK_N, 1], the offset of each row's first group
+    start:   [warps, 1, 1], the first column of each warp's block
     """
     GROUPS: gl.constexpr = (K + GROUP - 1) // GROUP
     found = ()
@@ -122,7 +123,7 @@ def load_groups_of_block(ptr, offsets, start, K: gl.constexpr, GROUP: gl.constex
 
 @gluon.jit
 def row_of(row, tile, N: gl.constexpr, STORED: gl.constexpr):
-    """Which row of weights a tile's row is. Rows that do not exist are the last one, and are not stored."""
+    """The row of weights that a row of a tile stands for. Rows past the end repeat the last row, and are not stored."""
     return gl.minimum(tile * STORED + row % STORED, N - 1) + row // STORED * N
 
 
@@ -142,16 +143,16 @@ def load_block(
     WIDTH: gl.constexpr,
     PARTS: gl.constexpr,
 ):
-    """-> what the warps multiply in a step of a tile: words [warps, 2, BLOCK_N, 16]; scales and zero points.
+    """Load what the warps multiply in a step of a tile -> words [warps, 2, BLOCK_N, 16], scales, zero points.
 
-    words:  the row of the tile, the warp, and the offset in a block, of each word
-    groups: the row of the tile [1, BLOCK_N, 1], and the warp [warps, 1, 1], of scales
+    words:  for each word its row of the tile, its warp, and its offset in a block
+    groups: for scales and zero points, the row of the tile [1, BLOCK_N, 1] and the warp [warps, 1, 1]
     """
     BLOCKS: gl.constexpr = (K + WIDTH - 1) // WIDTH
     GROUPS: gl.constexpr = (K + GROUP - 1) // GROUP
     WARPS: gl.constexpr = gl.num_warps()
     row, warp, offset = words
-    # behind the last block and the last tile any weights will do: the token is zero there, or the sums are not stored
+    # past the last block and the last tile, any weights will do: the token is zero there, or the sums are not stored
     block = gl.minimum(warp + step * WARPS, BLOCKS - 1)
     data = gl.load(data_ptr + (row_of(row, tile, N, STORED) * (BLOCKS * 32) + block * 32 + offset))
     row, warp = groups

@@ -1,7 +1,7 @@
-"""Tiles of products with quantised weights, which follow from a product alone, and how its weights are read in parts.
+"""Tiles of products with quantised weights, which depend only on the product, and the parts in which its weights are read.
 
 `num_stages` and `stages` are copies in flight; `splits` are ranges of columns that are summed by different programs, whose sums
-split_k.py adds. Where a docstring says that a tile was the fastest of several, those were timed for 28672 x 4096,
+split_k.py adds. Where a docstring says that a tile was the fastest of several, these were timed for weights of 28672 x 4096,
 4096 x 14336, 6144 x 4096 and 4096 x 4096, in CUDA graphs with weights outside of the L2 cache.
 """
 
@@ -22,7 +22,7 @@ def unit_columns(product: Product) -> int:
 
 
 def count_parts(product: Product, unit: int) -> int:
-    """The equal parts of `unit` columns of which each lies in one group, whichever columns they are."""
+    """The number of equal parts of `unit` columns such that in any unit of the row, each part lies in one group."""
     return 1 if product.has_row_scales else unit // math.gcd(unit, product.group)
 
 
@@ -94,8 +94,8 @@ def unpack_linear_tile(product: Product) -> UnpackTile:
     """The tile of the portable kernel for several tokens. The fastest of five on one H200, for 2 to 128 tokens.
 
     Up to 64 tokens fit into one tile, so weights are read once. float32, which tensor cores do not multiply, takes small tiles.
-    Larger ones spill registers before Hopper. Sums are split until every multiprocessor has two programs, but not below 1,024
-    columns.
+    On GPUs before Hopper, larger tiles spill registers. Sums are split until every multiprocessor has two programs, but not
+    below 1,024 columns.
     """
     if product.dtype.itemsize == 4:
         return UnpackTile(16, 32, 4, 2, 1)
@@ -110,7 +110,7 @@ class WgmmaTile(NamedTuple):
     """block_n rows of weights by block_m tokens, computed by a warp for each 16 rows.
 
     stages: blocks of columns in shared memory, of which one is multiplied and the others are on their way
-    overlapped: weights are unpacked while tensor cores multiply those before them, which takes at least 3 stages
+    overlapped: weights are unpacked while tensor cores multiply the previous ones, which takes at least 3 stages
     """
 
     block_m: int
@@ -123,9 +123,9 @@ class WgmmaTile(NamedTuple):
 def wgmma_tile(product: Product) -> WgmmaTile:
     """The tile of the Hopper kernel that unpacks weights for 2 to 128 tokens.
 
-    Programs that a multiprocessor holds at a time share ranges of at least 1024 columns. Of 64 to 256 rows, 2 to 6 stages, 1
-    to 8 ranges, and with and without overlap, these were the fastest or within 10% of the fastest on one H200. Unpacking while
-    the tensor cores multiply pays off for float8 weights only.
+    If there are few tiles, columns are split into ranges of at least 1024, as long as the GPU holds all programs at a time. Of
+    64 to 256 rows, 2 to 6 stages, 1 to 8 ranges, and with and without overlap, these were the fastest or within 10% of the
+    fastest on one H200. Unpacking while the tensor cores multiply pays off for float8 weights only.
     """
     block_m = next(size for size in (16, 32, 64, 128) if product.tokens <= size)
     packed = product.is_packed
@@ -155,9 +155,9 @@ class Float8Tile(NamedTuple):
 def float8_tile(product: Product) -> Float8Tile:
     """The tile of the Hopper kernel that multiplies float8 with float8, for 2 to 128 tokens.
 
-    Where there are two tiles for each multiprocessor or more, few stages let all of them have a program at a time. Else
-    programs have many stages, one or two of them fit on a multiprocessor, and they share ranges of at least 2048 columns. Of 64
-    and 128 rows, 3 to 8 stages and 1 to 4 ranges, these were the fastest on one H200, or within 5% of the fastest.
+    With at least two tiles for each multiprocessor, few stages let the programs of more tiles run at the same time. Otherwise
+    programs have many stages, one or two of them fit on a multiprocessor, and columns are split into ranges of at least 2048.
+    Of 64 and 128 rows, 3 to 8 stages and 1 to 4 ranges, these were the fastest on one H200, or within 5% of the fastest.
     """
     block_m = next(size for size in (16, 32, 64, 128) if product.tokens <= size)
     tiles = -(-product.n // 64)

@@ -1,10 +1,10 @@
 """Products with quantised weights on any GPU: of one token, and of several tokens.
 
-Weights become numbers in registers, see primitives.py. The product of one token loads long stretches of rows, two
-tiles ahead of the one that it uses. The product of several tokens is computed as weights times inputs, so that rows of
-weights, and not a few padded tokens, fill the rows of the tensor cores, and unpacked weights go to them from registers. Where
-it has few tiles, sums are split (split_k.py). Left out: more tokens (dequantise.py), activations in float8 (rounding.py), and
-the kernels for Hopper.
+Weights become numbers in registers, see primitives.py. The product of one token loads long stretches of rows, two tiles ahead
+of the one that it uses. The product of several tokens is computed as weights times inputs. Then rows of weights, instead of a
+few padded tokens, fill the rows of the tensor cores, and unpacked weights go to them from registers. If there are few tiles,
+sums are split (split_k.py). Left out: more tokens (dequantise.py), activations in float8 (rounding.py), and the kernels for
+Hopper.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _quantized_row(
     UNIT: tl.constexpr = 256 if VALUES != 0 else 32
     RUNS: tl.constexpr = UNIT // 32
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    # rows of gates that do not exist are rows of the other half, whose results are not stored
+    # rows past the last gate are rows of the other half; their results are not stored
     up_rows = rows + N
     units = tl.arange(0, UNITS)
     # no kernel writes weights, so they may be loaded before the previous kernel ends

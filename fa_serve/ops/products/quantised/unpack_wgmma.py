@@ -1,12 +1,12 @@
 """Products of quantised weights with 2 to 128 tokens on Hopper, in Gluon: unpacked weights from registers to `wgmma`.
 
-A program computes a tile of all columns, or of one of several ranges of them, whose sums a second kernel adds in their order.
-128 bytes of each row (256 columns of 4-bit weights, or 128 of float8) and the input's columns are copied to shared memory
-asynchronously, some blocks ahead, the first weights before the previous kernel has ended. A thread reads neighbouring
-pairs of words and makes pairs of weights of them in the input's dtype (see pairs.py), float8 weights while the tensor
-cores multiply the 128 columns before them. The weights are then rounded, as those of the unpacked matrix are, but scales of
-float8 weights in blocks are rounded to the input's dtype before. If a float8 row has one scale, it multiplies the sums.
-Left out: how words become pairs of weights (pairs.py).
+A program computes a tile over all columns, or over one of several ranges of them, whose sums a second kernel adds in their
+order. Blocks of 128 bytes of each row (256 columns of 4-bit weights, or 128 of float8) and the input's columns are copied to
+shared memory asynchronously, some blocks ahead. The first weights are copied before the previous kernel has ended. A thread
+reads neighbouring pairs of words and turns them into pairs of weights in the input's dtype (see pairs.py). In some tiles of
+float8 weights (`WgmmaTile.overlapped`), this happens while the tensor cores multiply the previous 128 columns. The weights are
+rounded as in the unpacked matrix, except that scales of float8 weights in blocks are rounded to the input's dtype first. If a
+float8 row has one scale, it multiplies the sums. Left out: how words become pairs of weights (pairs.py).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ MULTIPROCESSOR_BYTES = 228 << 10
 def copy_words(words, stage, weights, block, inside, VALUES: gl.constexpr, K: gl.constexpr):
     """Begin to copy the 128 bytes of weights that each row has in a block. Bytes from K on are 0.
 
-    weights: their pointer, the offsets of the first block's elements, and the columns of these
+    weights: a pointer, the offsets of the first block's elements, and their columns
     """
     data_ptr, offsets, columns = weights
     WIDTH: gl.constexpr = 64 if VALUES == 0 else 32
@@ -64,8 +64,8 @@ def copy_words(words, stage, weights, block, inside, VALUES: gl.constexpr, K: gl
 def copy_tokens(tokens, stage, inputs, block, inside, K: gl.constexpr):
     """Begin to copy the input's columns of a block, and commit everything that was begun. Columns from K on are 0.
 
-    tokens: shared memory for each 128 columns of a block. With one for all of them, Triton would put a barrier between them.
-    inputs: their pointer, the offsets of the first 128 columns, the columns, and which tokens exist
+    tokens: a tensor in shared memory for each 128 columns of a block; Triton would put a barrier between parts of one tensor
+    inputs: a pointer, the offsets of the first 128 columns, the columns, and which tokens exist
     """
     x_ptr, offsets, columns, is_token = inputs
     for half in gl.static_range(len(tokens)):
@@ -79,13 +79,13 @@ def copy_tokens(tokens, stage, inputs, block, inside, K: gl.constexpr):
 
 @gluon.jit
 def wrapped(block, BLOCKS: gl.constexpr):
-    """The number of a block. Programs begin with different ones, and the first follows the last."""
+    """The number of a block, modulo BLOCKS: programs begin with different blocks, and the first block follows the last."""
     return gl.where(block >= BLOCKS, block - BLOCKS, block)
 
 
 @gluon.jit
 def blocks_of_program(BLOCKS: gl.constexpr, SPLITS: gl.constexpr):
-    """(range of columns, tile of rows, first block, number of blocks) of this program, of SPLITS ranges for each tile."""
+    """(range of columns, tile of rows, first block, number of blocks) of this program. Each tile has SPLITS ranges."""
     SPAN: gl.constexpr = (BLOCKS + SPLITS - 1) // SPLITS
     split = gl.program_id(0) % SPLITS
     tile = gl.program_id(0) // SPLITS
@@ -108,9 +108,9 @@ def load_groups(
     HALF: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):
-    """Scales and zero points of a block, each for each 128 columns. Float8 weights with a scale for each row get none.
+    """Scales and zero points of a block: tuples with an element for each 128 columns, () for float8 with row scales.
 
-    groups: pointers to scales and zero points, and offsets of the rows' first ones
+    groups: pointers to scales and zero points, and the offset of each row's first group
     """
     GROUPS: gl.constexpr = (K + GROUP - 1) // GROUP
     scales_ptr, zeros_ptr, rows = groups
@@ -146,7 +146,8 @@ def products_in_turn(
     LAYOUT: gl.constexpr,
     A_LAYOUT: gl.constexpr,
 ):
-    """The sums of `count` blocks. A block is unpacked after the products of the one before it. At least 2 stages."""
+    """Add the products of `count` blocks, in at least 2 stages. A block is unpacked after the products of the previous
+    block."""
     STAGES: gl.constexpr = words.shape[0]
     HALVES: gl.constexpr = len(tokens)
     BLOCKS: gl.constexpr = (K + 128 * HALVES - 1) // (128 * HALVES)
@@ -199,10 +200,10 @@ def products_overlapped(
     LAYOUT: gl.constexpr,
     A_LAYOUT: gl.constexpr,
 ):
-    """The sums of `count` blocks. The tensor cores multiply 128 columns while the next are unpacked. At least 3 stages.
+    """Add the products of `count` blocks, in at least 3 stages. Tensor cores multiply 128 columns while the next are unpacked.
 
-    The group of copies that is waited for is a block ahead of the products, because its first 128 columns are unpacked. Each
-    loop has one point at which Triton puts barriers between copies and products.
+    The loop waits for the copies of the block after the one that it multiplies, because it unpacks the first 128 columns of
+    that block. Each iteration has one point at which Triton puts barriers between copies and products.
     """
     STAGES: gl.constexpr = words.shape[0]
     HALVES: gl.constexpr = len(tokens)
@@ -301,7 +302,7 @@ def _quantized_wgmma(
 ):
     """As `unpack._quantized_linear`: with SPLITS > 1 out is (SPLITS, M, N) float32, without bias and residual.
 
-    data: of float8 weights, int16
+    data: int16 for float8 weights
     M:    at most BLOCK_M
     """
     WARPS: gl.constexpr = gl.num_warps()
@@ -320,7 +321,7 @@ def _quantized_wgmma(
     x_shared: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     split, tile, first, count = blocks_of_program(BLOCKS, SPLITS)
     row = tile * BLOCK_N
-    # rows that do not exist are the last one, and are not stored; tokens that do not exist are 0, and are not read
+    # rows past the end repeat the last row and are not stored; tokens past the end are 0 and are not read
     w_rows = gl.minimum(row + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, w_copy)), N - 1)
     w_columns = gl.expand_dims(gl.arange(0, 64 if VALUES == 0 else 32, layout=gl.SliceLayout(0, w_copy)), 0)
     weights = (data_ptr, gl.expand_dims(w_rows * ROW, 1) + w_columns, w_columns)
@@ -361,7 +362,7 @@ def _quantized_wgmma(
 
 
 def plan_unpack_wgmma(product: Product, tile: WgmmaTile, details: Details) -> Multiply:
-    """One launch, or two where the sums are split; one more rearranges columns."""
+    """One launch, or two if the sums are split; one more if the columns must be rearranged."""
     launch = Launch(
         _quantized_wgmma,
         triton.cdiv(product.n, tile.block_n) * tile.splits,
@@ -385,11 +386,11 @@ def stage_bytes(tile: WgmmaTile, product: Product) -> int:
 
 
 def tile_options(tile: WgmmaTile, product: Product) -> dict[str, Any]:
-    """A warp for each 16 rows, and at most the registers with which as many programs fit on a multiprocessor as its shared
+    """One warp for each 16 rows, and a limit of registers with which as many programs fit on a multiprocessor as its shared
     memory has room for.
 
-    With zero points, ptxas takes 143 registers for 16 tokens and 64 rows if it may. Then 3 programs fit instead of 4, and 448
-    programs on 132 multiprocessors take two turns.
+    Without the limit, ptxas takes 143 registers for 16 tokens and 64 rows with zero points. Then 3 programs fit instead of 4,
+    and 448 programs on 132 multiprocessors take two turns.
     """
     programs = MULTIPROCESSOR_BYTES // (tile.stages * stage_bytes(tile, product) + 1024)
     registers = max(128, 65536 // (2 * tile.block_n * max(1, programs)) // 8 * 8)

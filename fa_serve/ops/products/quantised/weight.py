@@ -4,12 +4,12 @@
     weight = quantize_float8(matrix)              # a scale for each row
     matrix = weight.dequantize(torch.bfloat16)
 
-`ops.linear` takes such a weight in the place of a matrix. A kernel unpacks 4-bit numbers in runs of 32 columns, because a
-product needs no other order: in each block of 256 columns, word j of 32 holds in its bits 4i to 4i + 3 the column 32i + j. So a
-shift of 32 neighbouring words gives 32 neighbouring columns. Scales of float8 weights in blocks of 128 x 128 are repeated for
-each row, so that rows of several matrices can be merged in any number. The matrices of a mixture's experts are one weight, in
-which the rows of each expert follow those of the expert before it. Left out: the formats of checkpoints
-(fa_serve.hf.weights.formats) and products (../run.py, moe/run.py).
+`ops.linear` takes such a weight instead of a matrix. Kernels unpack 4-bit numbers in runs of 32 columns: in each block of 256
+columns, word j of 32 holds the column 32i + j in its bits 4i to 4i + 3. So a shift of 32 neighbouring words gives 32
+neighbouring columns, and a product needs no other order. Scales of float8 weights in blocks of 128 x 128 are repeated for each
+row, so that any number of rows of several matrices can be merged. The matrices of a mixture's experts are one weight, in which
+the rows of each expert follow those of the previous expert. Left out: the formats of checkpoints (fa_serve.hf.weights.formats)
+and products (../run.py, moe/run.py).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BLOCK_COLUMNS = 256
 RUN = 32
 """Neighbouring columns that lie in the same bits of neighbouring words. A group is a whole number of runs."""
 SYMMETRIC_ZERO = 8
-"""What stands for 0 in 4 bits where there are no zero points."""
+"""The 4-bit integer that stands for 0 in a weight without zero points."""
 FLOAT4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 """The number that each pattern of 4 bits is in e2m1: a sign, two bits of exponent, one of mantissa."""
 
@@ -47,9 +47,9 @@ class QuantizedWeight:
     group_size:  columns that share a scale: a multiple of 32, or k
     width:       k
     zeros:       (n, groups) uint8; None is 8 for 4-bit integers, and 0 for other values
-    columns:     (k,) int32, a permutation; None is 0, 1, 2, ... A checkpoint that was quantised in the order of the activations
-                 has it (GPTQ's act-order)
-    input_scale: (1,) float32, what activations are divided by where they are quantised too; None measures each row
+    columns:     (k,) int32, a permutation; None is 0, 1, 2, ... Checkpoints that were quantised in the order of the activations
+                 (GPTQ's act-order) have one
+    input_scale: (1,) float32, by which activations are divided where they are quantised too; None: each row is measured
     """
 
     data: Tensor
@@ -91,7 +91,7 @@ class QuantizedWeight:
         return matrix
 
     def _unscaled(self, dtype: torch.dtype) -> Tensor:
-        """The values less their zero points, (n, k)."""
+        """The values minus their zero points, (n, k)."""
         if self.values == "float8":
             return self.data.to(dtype)
         bits = unpack_int4(self.data, self.width)
@@ -116,9 +116,9 @@ class QuantizedWeight:
         return replace(self, data=self.data[start:stop], scales=self.scales[start:stop], zeros=zeros)
 
     def columns_between(self, start: int, stop: int) -> QuantizedWeight:
-        """Columns of the matrix, as a copy. A group belongs to them as a whole or not at all, unless a row is one group.
+        """Columns of the matrix, as a copy. `start` and `stop` must be borders of groups, unless a row is one group.
 
-        Raises ValueError for other borders, and for columns in another order than that of the groups.
+        Raises ValueError for other borders, and for a weight whose `columns` are permuted.
         """
         one_group = self.scales.shape[1] == 1
         fits = start % self.group_size == 0 and (stop % self.group_size == 0 or stop == self.width)
@@ -143,7 +143,7 @@ class QuantizedWeight:
 
 
 def merge_rows(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
-    """One matrix with the rows of several. An activation gets the largest of their input scales.
+    """One matrix with the rows of several, and with the largest of their input scales.
 
     Raises ValueError, which says what differs, for weights that one product cannot compute.
     """
@@ -197,7 +197,7 @@ def unpack_int4(words: Tensor, width: int) -> Tensor:
 
 
 def quantize_float8(matrix: Tensor) -> QuantizedWeight:
-    """Round a matrix (n, k) to float8 with a scale for each row, by which the row's largest number becomes 448."""
+    """Round a matrix (n, k) to float8 with a scale for each row, with which the row's largest number becomes 448."""
     scales = (matrix.float().abs().amax(dim=1, keepdim=True) / LARGEST_FLOAT8).clamp(min=torch.finfo(torch.float32).tiny)
     data = (matrix.float() / scales).clamp(-LARGEST_FLOAT8, LARGEST_FLOAT8).to(FLOAT8)
     return QuantizedWeight(data, scales, group_size=matrix.shape[1], width=matrix.shape[1])

@@ -1,10 +1,10 @@
 """The backward kernel for wide heads (136 to 256 columns), after FlashAttention-3 with other roles for its warps.
 
-A thread block owns 64 keys of one KV head. dK and dV of 64 keys and 256 columns take 32768 numbers in float32, 128 registers of
-each thread of two warpgroups; of 128 keys they would take all registers of an SM. Instead of half the keys, or half the columns
-of both gradients, each warpgroup has one of them: the one that computes P keeps dV, and the one that computes dS keeps dK. P^T
-and dS^T are then left operands in registers, and only P and dS cross from one warpgroup to the other, see `warps`. Registers of
-a thread with 256 columns and blocks of 64 queries:
+A thread block owns 64 keys of one KV head. dK and dV of 64 keys and 256 columns are 32768 numbers in float32, which take 128
+registers of each thread of two warpgroups; for 128 keys they would take all registers of an SM. The warpgroups divide neither
+the keys nor the columns of the gradients. Each keeps one whole gradient: the warpgroup that computes P keeps dV, and the
+warpgroup that computes dS keeps dK. P^T and dS^T are then left operands in registers, and only P and dS cross from one
+warpgroup to the other, see `warps`. Registers of a thread with 256 columns and blocks of 64 queries:
 
     scores      dV 128, S 32, or dV 128, P 16 and half of dQ 64: 208 of 240
     gradients   dK 128, dP 32 and P 32, or dK 128, dS 16 and half of dQ 64: 208 of 240
@@ -14,7 +14,7 @@ Bytes of shared memory, of 232,448 at most, with two stages each of Q and dO; ba
     256 columns   Q 65,536  dO 65,536  K 32,768  V 32,768  P 16,384  dS 16,384  statistics 1,024: 230,400
     192 columns   Q 49,152  dO 49,152  K 24,576  V 24,576  P 16,384  dS 16,384  statistics 1,024: 181,248
 
-The launch in `backward.plan` adds the statistics of rows before and the conversion of dQ behind, as for narrower heads.
+`backward.plan` launches the row statistics before this kernel and the conversion of dQ after it, as for narrower heads.
 """
 
 from __future__ import annotations

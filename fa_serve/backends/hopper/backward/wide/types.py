@@ -17,7 +17,7 @@ FIRST_PART = gl.constexpr(128)
 """Columns of the first part of Q, K, V and dO."""
 FIRST_COLUMNS: int = FIRST_PART.value
 SLOTS_OF_SCORES = gl.constexpr(2)
-"""Blocks of P and of dS in shared memory. One warpgroup may be a block ahead of the other."""
+"""Blocks of P and of dS in shared memory. With two, one warpgroup may be a block ahead of the other."""
 
 
 @dataclass(frozen=True)
@@ -72,12 +72,12 @@ class WideBackwardVariant:
 
     @property
     def second_value_layout(self) -> gl.NVMMADistributedLayout:
-        """Layout of the second part of dV, [64, dv1]; without one, that of the first part stands in."""
+        """Layout of the second part of dV, [64, dv1]; without a second part, the layout of the first part."""
         return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, self.dv1 or FIRST_COLUMNS, 16])
 
 
 class WideBackwardDescriptors(NamedTuple):
-    """How the copy engine sees each tensor. Names that end in 1 are second parts, or first ones again where there are none."""
+    """How the copy engine sees each tensor. Names that end in 1 are second parts, or first parts again if there are none."""
 
     q: gl.tensor
     q1: gl.tensor
@@ -96,7 +96,7 @@ class WideBackwardDescriptors(NamedTuple):
 
 
 class WideBackwardMemory(NamedTuple):
-    """The buffers of a thread block. Names that end in 1 are second parts, or first ones again where there are none.
+    """The buffers of a thread block. Names that end in 1 are second parts, or first parts again if there are none.
 
     q, dout:    (stages, 64 rows, 128), and (stages, 64 rows, d1 or dv1)
     lse, delta: (stages, 1, 64), float32: statistics of the rows in each stage of q and of dout
@@ -123,8 +123,8 @@ class WideBackwardBarriers(NamedTuple):
     """The barriers of a thread block.
 
     q_full, q_empty, do_full, do_empty: two for each stage of q and dout; k_full and v_full are used once
-    weights_full: the weights of a block are there
-    ds_full:      dS of a block is there, and its weights have been read
+    weights_full: the weights of a block are in shared memory
+    ds_full:      dS of a block is in shared memory, and its weights have been read
     """
 
     q_full: gl.tensor

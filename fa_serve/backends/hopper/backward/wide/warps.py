@@ -4,8 +4,8 @@
     gradients   dP^T = V dO^T   dS = P * (dP - delta)       dK += dS^T Q      dQ = dS K
 
 The warpgroup of scores hands P over in shared memory and runs ahead. With `shares_dq` the warpgroup of gradients hands dS^T
-back, and the one of scores computes the first part of the columns of dQ. It does so after it has handed over P of the next
-block, so that it does not wait for the other.
+back, and the warpgroup of scores computes the first part of the columns of dQ. It does so after it has handed over P of the
+next block, so that it need not wait for the warpgroup of gradients.
 
 In this file `i` counts the blocks that the tile has begun, and selects a stage or a slot and the phase of its barrier.
 """
@@ -107,10 +107,10 @@ def _no_dq(part: gl.constexpr, var: gl.constexpr):
 
 @gluon.jit
 def _issue_wide_dq(i, dq, smem, part: gl.constexpr, var: gl.constexpr):
-    """Start one part of the columns of dQ = dS K of block `i` in the registers of `dq`, whose numbers do not count.
+    """Start one part of the columns of dQ = dS K of block `i` in the registers of `dq`, whose numbers are ignored.
 
-    Two products that follow one another share them. Otherwise ptxas gives each its own, and serialises every product because
-    there are too few (its note C7512).
+    Two products that follow one another share these registers. Otherwise ptxas gives each product separate ones, and then
+    serialises every product because there are too few registers (its note C7512).
     """
     WIDTH: gl.constexpr = FIRST_PART if part == 0 else var.d1
     k = (smem.k if part == 0 else smem.k1).index(0).reshape([64, WIDTH])
@@ -127,7 +127,7 @@ def _add_wide_dq(dq, m, head, args, tile, part: gl.constexpr, var: gl.constexpr)
 
 @gluon.jit
 def _publish_weights(i, m, smem, bars, args, tile, dtype: gl.constexpr, var: gl.constexpr):
-    """-> P^T of block `i` in `dtype`, [64, 64], after it has been handed over times the slope of the softcap."""
+    """Hand over P^T of block `i` times the slope of the softcap -> P^T in `dtype`, [64, 64]."""
     S_LAYOUT: gl.constexpr = var.score_layout
     stage = i % var.tiles.q_stages
     slot = i % SLOTS_OF_SCORES
@@ -141,7 +141,7 @@ def _publish_weights(i, m, smem, bars, args, tile, dtype: gl.constexpr, var: gl.
     token = warpgroup_mma(k1, q1.permute((1, 0)), token, is_async=True)
     s = warpgroup_mma_wait(0, deps=[token])
     p, weight = block_probabilities(s, m, i, tile.first, smem, args, tile, var)
-    # dS of the block before the last has been made of what this slot held
+    # wait until the weights that this slot held, two blocks ago, have been turned into dS
     mbarrier.wait(bars.ds_full.index(slot), ((i // SLOTS_OF_SCORES) & 1) ^ 1)
     smem.weights.index(slot).store(weight.to(dtype))
     mbarrier.arrive(bars.weights_full.index(slot), count=1)
@@ -196,7 +196,7 @@ def _walk_scores(smem, bars, args, tile, dtype: gl.constexpr, var: gl.constexpr)
 
 @gluon.jit
 def _walk_scores_and_dq(smem, bars, args, tile, dtype: gl.constexpr, var: gl.constexpr):
-    """The same, and the first part of dQ. The first block stands before the loop, which adds dQ of the block before."""
+    """`_walk_scores`, and the first part of dQ. The first block is outside the loop, which adds dQ of the previous block."""
     m = tile.start
     head = tile.kv_head * args.heads_per_kv
     p = _publish_weights(0, m, smem, bars, args, tile, dtype, var)
@@ -235,7 +235,7 @@ def wide_scores(desc, smem, bars, args, tile, var: gl.constexpr):
             dv, dv1 = _walk_scores_and_dq(smem, bars, args, tile, dtype, var)
         else:
             dv, dv1 = _walk_scores(smem, bars, args, tile, dtype, var)
-    # dV leaves through the buffer of V, which the other warpgroup reads for dP
+    # dV leaves through the buffer of V: wait until the other warpgroup has read it for dP
     named_barrier("sync", FIRST_NAMED_BARRIER)
     origin = tile.k_origin
     head = tile.kv_head
@@ -264,7 +264,7 @@ def _issue_wide_dp(i, smem, var: gl.constexpr):
 
 @gluon.jit
 def _publish_ds(dp, i, smem, bars, dtype: gl.constexpr, var: gl.constexpr):
-    """-> dS^T of block `i` in `dtype`, [64, 64], after it has been handed over; dO and delta are no longer read."""
+    """Hand over dS^T of block `i`, and free its dO and delta -> dS^T in `dtype`, [64, 64]."""
     stage = i % var.tiles.do_stages
     slot = i % SLOTS_OF_SCORES
     delta = smem.delta.index(stage).load(var.score_layout)
@@ -293,7 +293,7 @@ def _issue_wide_dk(ds, dk, dk1, i, smem, var: gl.constexpr):
 
 @gluon.jit
 def _walk_gradients(smem, bars, args, tile, dtype: gl.constexpr, var: gl.constexpr):
-    """-> both parts of dK of a tile with blocks, without their scale."""
+    """-> both parts of dK of a tile with blocks, not yet scaled."""
     LAST_PART: gl.constexpr = 1 if var.tiles.shares_dq else 0
     dk, dk1 = _zero_parts(True, var)
     m = tile.start
@@ -321,7 +321,7 @@ def _walk_gradients(smem, bars, args, tile, dtype: gl.constexpr, var: gl.constex
 
 @gluon.jit
 def wide_gradients(desc, smem, bars, args, tile, var: gl.constexpr):
-    """The warpgroup of gradients: dK of the tile's keys, and dQ of each block, or the second part of its columns."""
+    """The warpgroup of gradients: dK of the tile's keys, and dQ of each block or, with `shares_dq`, its second part."""
     dtype: gl.constexpr = desc.q.dtype
     dk, dk1 = _zero_parts(True, var)
     if tile.count > 0:
@@ -329,7 +329,7 @@ def wide_gradients(desc, smem, bars, args, tile, var: gl.constexpr):
         # K is read for dQ
         mbarrier.wait(bars.k_full.index(0), 0)
         dk, dk1 = _walk_gradients(smem, bars, args, tile, dtype, var)
-    # dK leaves through the buffer of K, which the other warpgroup reads for S and dQ
+    # dK leaves through the buffer of K: wait until the other warpgroup has read it for S and dQ
     named_barrier("sync", FIRST_NAMED_BARRIER)
     origin = tile.k_origin
     head = tile.kv_head
