@@ -6,7 +6,7 @@
     pool = store.pool                        # asks this store to load
     store.remove("french")                   # sequences that have it finish with it
 
-The host tier keeps adapters in memory of its own. If it is full, the least recently used adapters are dropped, and read from
+The host tier keeps adapters in its own memory. If it is full, the least recently used adapters are dropped, and read from
 their folder again when a sequence needs them. A folder whose files have changed is then refused, because the prefix cache holds
 keys and values that were computed with the older files. On a GPU, copies run on a separate stream, where they wait for the
 steps that were launched before.

@@ -127,7 +127,7 @@ class Pipeline:
         return PooledRows(results.numpy(), inputs.ends if of_tokens else None)
 
     def finish(self, rows: PooledRows, params: PoolingParams) -> tuple[PooledRows, Finite]:
-        """The answer to a request from its rows, in memory of its own, and (inputs,) bool: whether all numbers are finite."""
+        """The answer to a request from its rows, in separate memory, and (inputs,) bool: whether all numbers are finite."""
         values = rows.values
         finite = np.isfinite(values).all(axis=1)
         if rows.ends is not None:

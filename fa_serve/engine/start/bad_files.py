@@ -51,7 +51,7 @@ def name_bad_file(path: str, error: Exception) -> None:
 
 def name_bad_folder(path: str, error: Exception) -> None:
     """Raise OSError that names a local folder whose files can all be read, if the library's error is too general by itself."""
-    # PyTorch has no error type of its own for sizes that are negative or too large for any memory
+    # PyTorch has no separate error type for sizes that are negative or too large for any memory
     general = type(error) in (Exception, RuntimeError)
     if Path(path).is_dir() and (general or isinstance(error, (ArithmeticError, LookupError, TypeError, UnpicklingError))):
         reason = f"{type(error).__name__}: {str(error)[:MAX_REASON]}"

@@ -94,7 +94,7 @@ class SamplingVariant(NamedTuple):
 
     @property
     def slots(self) -> list[int]:
-        """The slot of each row: a token and its drafts belong to one sequence, every other row to a sequence of its own."""
+        """The slot of each row: a token and its drafts belong to one sequence, every other row to its own sequence."""
         return [max(row - self.drafts, 0) for row in range(self.rows)]
 
     def sequences(self, vocab_size: int) -> list[SequenceState]:

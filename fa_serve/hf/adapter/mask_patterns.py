@@ -40,7 +40,7 @@ MaskFunction = Callable[..., Any]
 
 
 class Chunks(NamedTuple):
-    """A query sees only keys of its own chunk (Llama 4). The first chunk begins after the padding on the left.
+    """A query sees only keys in its own chunk (Llama 4). The first chunk begins after the padding on the left.
 
     length:       keys in a chunk
     left_padding: (batch,) int64: keys of padding before the first token

@@ -1,4 +1,4 @@
-"""Models that make masks in a method of their own, as fairseq's code did (Kosmos-2): in the engine's forward they make none.
+"""Models that make masks in their own method, as fairseq's code did (Kosmos-2): in the engine's forward they make none.
 
     seat_mask_makers(model)       # raises UnsupportedModelError for a method whose masks do more than apply causality
 

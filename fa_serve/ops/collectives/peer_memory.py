@@ -157,7 +157,7 @@ class PeerSums:
         return self._launch(y, self._peers, x, residual=x, after=after, before=before, alpha=alpha, pushed=_is_large(y))
 
     def abort(self) -> None:
-        """Release kernels that wait for other ranks, now or later. May be called from any thread. It uses a stream of its own,
+        """Release kernels that wait for other ranks, now or later. May be called from any thread. It uses its own stream,
         which waits for nothing."""
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             self._peers.calls[1:].copy_(self._passed, non_blocking=True)

@@ -202,7 +202,7 @@ def selective_scan(
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The state space model of Mamba, in which each number of a channel's state forgets at a rate of its own.
+    """The state space model of Mamba, in which each number of a channel's state forgets at its own rate.
 
         dt = softplus(dt + dt_bias);  h = exp(dt a) h + dt b x;  out = (sum(h c) + d x) * silu(z)
 

@@ -210,7 +210,7 @@ def _gradients_of_channels(
             seen = tl.dot(tl.trans(weighed), (keys * from_middle).to(kind), seen, input_precision=PRECISION)
             dright += to_middle * seen
         for offset in range(16):
-            # each row with one row of its own block, which may be earlier or later
+            # each row with one row in its own block, which may be earlier or later
             other = i // 16 * 16 + offset
             at = (first + other).to(tl.int64)
             there = (other < rows)[:, None] & in_c

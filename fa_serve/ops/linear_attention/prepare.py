@@ -172,7 +172,7 @@ def _prepare_pieces(
             alike += tl.dot((keys * to_row).to(kind), from_row, input_precision=PRECISION)
             attn += tl.dot((queries * to_row).to(kind), from_row, input_precision=PRECISION)
         for offset in range(16):
-            # each row with one row of its own block
+            # each row with one row in its own block
             other = i // 16 * 16 + offset
             at = (begin + other).to(tl.int64)
             there = (other < rows)[:, None] & in_c[None, :]

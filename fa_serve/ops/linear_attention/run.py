@@ -226,7 +226,7 @@ def _functional_access(
 ) -> StateAccess:
     """Initial states as pages to read, and final states as pages to write: page b of sequence b.
 
-    few: each sequence has few rows, which fill a page of their own length, so that the kernel for few rows writes its state
+    few: each sequence has few rows, which fill a page as long as they are, so that the kernel for few rows writes its state
     """
     listed = import_module(f"{_ROOM}.listing").list_sequences(sequences, len(x), x.device)
     if initial_state is None:

@@ -4,7 +4,7 @@ One program computes `block_m` packed rows of one sequence and walks over the ke
 lists, first the partial blocks and then the full ones. Other keys are never read, so the bytes read grow with the blocks that
 are kept. If the lists were scanned from a float mask (see `mask_blocks`), the kernel adds the mask in partial blocks. A row is
 one query of one query head. Where the query heads of a KV head share their lists, they are packed, so a single query fills a
-tile with its heads; where each query head has lists of its own, a tile has rows of one head.
+tile with its heads; where each query head has its own lists, a tile has rows of one head.
 
 The layouts (dense, packed, paged) differ in where keys lie, and the same kernel serves prompts and decoding. With few queries,
 lists are cut into splits, which `splits._combine` combines: each sequence has the same number of splits, because only the

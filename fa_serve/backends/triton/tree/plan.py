@@ -9,8 +9,8 @@ a query of one query head,
 
 A block or a group in which a row sees no key changes nothing, so it does not matter whether a program visits it. Therefore rows
 may be computed in tiles with any other rows: a token has the same bits in a prompt, in a chunk, after a cached prefix, in a
-step that verifies drafts, and alone. The groups may be computed by one program, which folds them in registers, or each by a
-program of its own (`apart`), and then a second kernel folds them.
+step that verifies drafts, and alone. The groups may be computed by one program, which folds them in registers, or each by its
+own program (`apart`), and then a second kernel folds them.
 
 Each tile has 64 packed rows, even for a single query, or 128 (`MANY_TREE_ROWS`). There is one warp for 16 rows (8 warps for
 wide heads), so the products always use the same instruction, and the sums over a row's scores always have the same order.
