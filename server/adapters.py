@@ -28,22 +28,22 @@ if TYPE_CHECKING:
     from fa_serve.engine import AsyncEngine
 
 ADMINISTRATION = "Administration"
-"""The tag of the routes that take the administrator's key alone. For a POST, bodies.py asks for it before the body is read."""
+"""The tag of the routes that accept only the administrator's key. bodies.py checks a POST's key before it reads the body."""
 MAX_LISTED = 1024
-"""Folders of --lora-folder that /v1/models lists."""
+"""How many folders of --lora-folder /v1/models lists at most."""
 
 
 class Adapters:
-    """Owner of what is known of the files in --lora-folder. Used on the event loop only."""
+    """Loads and unloads adapters, and tracks the files in --lora-folder. Used only on the event loop."""
 
     def __init__(self, engine: AsyncEngine, settings: Settings):
         self._engine = engine
         self._folder = settings.lora_folder
-        self._states: dict[str, tuple[tuple[int, int], ...]] = {}  # of the files when an adapter was loaded
+        self._states: dict[str, tuple[tuple[int, int], ...]] = {}  # by adapter: the result of `_state` when it was loaded
         self._loading: dict[str, asyncio.Task[None]] = {}
 
     def names(self) -> list[str]:
-        """The names that clients may ask for: those that are loaded first."""
+        """The names that clients may ask for, loaded adapters first."""
         loaded = self._engine.adapters
         if self._folder is None:
             return loaded
@@ -55,7 +55,7 @@ class Adapters:
         return name in self._engine.adapters or self._state(name) is not None
 
     async def require(self, name: str) -> None:
-        """Return when the adapter is loaded, in the version that its folder in --lora-folder has. Raises ApiError."""
+        """Return when the adapter is loaded in the version that --lora-folder now has. Raises ApiError."""
         state = self._state(name)
         is_loaded = name in self._engine.adapters
         if is_loaded and (state is None or name not in self._states or self._states[name] == state):
@@ -69,7 +69,7 @@ class Adapters:
         await asyncio.shield(self._loading[name])
 
     async def load(self, name: str, folder: str) -> None:
-        """Load an adapter. Raises ApiError for one that the engine refuses."""
+        """Load an adapter. Raises ApiError if the engine refuses it or has died, or if its files cannot be read."""
         try:
             await self._engine.load_adapter(name, folder)
         except ParameterError as error:
@@ -82,7 +82,7 @@ class Adapters:
         self._states.pop(name, None)
 
     async def unload(self, name: str) -> None:
-        """Serve an adapter no more. Raises ApiError for an unknown name."""
+        """Stop serving an adapter. Raises ApiError for an unknown name, and if the engine has died."""
         try:
             await self._engine.unload_adapter(name)
         except ParameterError as error:
@@ -99,7 +99,7 @@ class Adapters:
         self._states[name] = state
 
     def _state(self, name: str) -> tuple[tuple[int, int], ...] | None:
-        """Size and time of the files of an adapter in --lora-folder; None if there is none of this name."""
+        """Size and time of each file of an adapter in --lora-folder; None if the folder has no adapter of this name."""
         if self._folder is None or not name or name.startswith(".") or not set("/\\\0").isdisjoint(name):
             return None
         try:

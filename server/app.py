@@ -2,24 +2,24 @@
 
     app = create_app(engine, settings)          # for uvicorn or another ASGI server; its lifespan starts and stops the engine
 
-The port answers at once. While the model loads, /ready and every request for the model get a 503.
+The port is open from the start. While the model loads, /ready and every request for the model get a 503.
 
 A request passes these layers, the outermost first:
 
-    bounds/acceptor.py:Acceptor          turns of new connections (set by process.py)
-    bounds/protocol.py:BoundedProtocol   the connection: bytes and seconds of the head and the body (set by process.py)
-    bounds/guard.py:RequestIds           the request's id, the access log, the debts of unpaid work, failures
+    bounds/acceptor.py:Acceptor          accepts connections, in turns between clients (set by process.py)
+    bounds/protocol.py:BoundedProtocol   limits the bytes and seconds of a request's head and body (set by process.py)
+    bounds/guard.py:RequestIds           the request's id, the access log, the charge for unpaid work, unexpected failures
     observe/timelines.py:Timelines       with --log-slow or traces
     observe/traces.py:Traces             with --otlp-traces-endpoint
-    bounds/guard.py:Clients              whose request it is, and its bill (bounds/costs.py)
-    bounds/guard.py:Hosts                the names that the server has
+    bounds/guard.py:Clients              which client sent the request, and the bill for it (bounds/costs.py)
+    bounds/guard.py:Hosts                the host names that the server answers to, unless every name is allowed
     CORSMiddleware                       with --cors-origins
     bounds/guard.py:WeightVersion        with an administrator's key
-    bounds/guard.py:Keys                 API keys
-    bounds/guard.py:BodyLimit            the bytes of the body, and of all bodies together
-    bodies.py:BodyRoutes                 every POST of routes.py: its turn, the parsing and validation of its body
+    bounds/guard.py:Keys                 with API keys: refuses requests that have none
+    bounds/guard.py:BodyLimit            limits the bytes of the body, and of all bodies together
+    bodies.py:BodyRoutes                 answers every POST: takes the client's turn, parses and validates the body
     kept_answers.py:KeptAnswers          answers that are the same for everybody
-    FastAPI                              the other routes of routes.py, and /openapi.json
+    FastAPI                              all other routes, and /openapi.json
 """
 
 from __future__ import annotations
@@ -55,13 +55,15 @@ if TYPE_CHECKING:
 
 
 log = logging.getLogger("fa_serve.server")
-# FastAPI's own telemetry is off, because traces.py and metrics.py have ours
+# FastAPI's own telemetry is off, because traces.py and metrics.py do its work
 NO_TELEMETRY: Any = dict.fromkeys(("tracing", "metrics", "logs"), False)
 LOCAL_HOSTS = ("127.0.0.1", "::1", "localhost")
 
 
 def create_app(engine: AsyncEngine, settings: Settings) -> FastAPI:
-    """Raises ValueError if traces are asked for and their extra is not installed, OSError for a file that cannot be read."""
+    """Build the application. Raises ValueError for traces without the extra `otel` or with a bad address, for a file that
+    cannot be read, and for bad keys.
+    """
     service = Service(engine, settings)
     provider = tracer_provider(settings.otlp_traces_endpoint) if settings.otlp_traces_endpoint else None
     if provider is not None:
@@ -111,6 +113,6 @@ def create_app(engine: AsyncEngine, settings: Settings) -> FastAPI:
         guarded = Traces(guarded, provider=provider)
     if settings.log_slow is not None or provider is not None:
         guarded = Timelines(guarded, limit=math.inf if settings.log_slow is None else settings.log_slow / 1000)
-    # ours are around FastAPI's own layers instead of between them, so that the tokens of a stream do not pass FastAPI's
+    # our middleware wraps FastAPI's own layers instead of mixing with them, so the tokens of a stream pass only through ours
     app.middleware_stack = RequestIds(guarded, count=service.metrics.responded, costs=service.costs)
     return app

@@ -1,7 +1,8 @@
-"""What the body of a POST passes before its endpoint: its client's turn, its bounds and its validation.
+"""Handles the body of a POST before its endpoint: waits for the client's turn, checks the bounds, and validates the body.
 
-FastAPI takes longer for a POST than all that is done here, and nothing of it could be charged to the client. So `BodyRoutes`
-answers every POST of the application. FastAPI has the same routes, for the schema and for the answer to other methods.
+`BodyRoutes` answers every POST of the application instead of FastAPI. FastAPI takes longer for a POST than all the work that is
+done here, and its time could not be charged to the client. It still has the same routes, for the schema and for the answer to
+other methods.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ FOREIGN = {
     b"\x00": "UTF-16 or UTF-32",
     b"{\x00": "UTF-16 or UTF-32",
 }
-"""What a body is that begins so, and that is no JSON."""
+"""What a body probably is that begins with these bytes and is not valid JSON."""
 
 
 def strict_json(content: bytes) -> Any:
-    """Python's own parser accepts NaN, and halves of surrogate pairs, which no tokenizer accepts."""
+    """Parse JSON. Raises HTTPException. Python's parser would accept NaN, and lone surrogates, which no tokenizer accepts."""
     try:
         return from_json(content, allow_inf_nan=False, cache_strings="keys")
     except ValueError as error:
@@ -51,10 +52,10 @@ def strict_json(content: bytes) -> Any:
 
 
 class BodyRoutes:
-    """Middleware that answers each POST of `routes`. A large body is parsed beside the event loop.
+    """Middleware that answers each POST of `routes`. A large body is parsed in a thread, not on the event loop.
 
-    An endpoint is called with the body as its model and with the request, and returns a Response, which is sent as it is.
-    Raises TypeError for a POST whose endpoint does not take these, because its body would have no bounds, or returns another
+    An endpoint is called with the body, as an instance of its model, and with the request. Its Response is sent unchanged.
+    Raises TypeError for a POST whose endpoint takes other arguments, because its body would have no bounds, or returns another
     type.
     """
 
@@ -68,15 +69,15 @@ class BodyRoutes:
         self._administrators = {path for path, route in self._routes.items() if ADMINISTRATION in route.tags}
 
     async def __call__(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
-        # as FastAPI finds its routes, which would answer a POST that is not found here: in an application that mounts this one,
-        # paths begin with the mount's
+        # routes must be found exactly as FastAPI finds them, because FastAPI answers a POST that is not found here; if another
+        # application mounts this one, paths begin with the path of the mount
         path = _route_path(scope) if scope["type"] == "http" else None
         if path not in self._routes or scope["method"] != "POST":
             await self._app(scope, receive, send)
             return
         route = scope["route"] = self._routes[path]
         try:
-            if path in self._administrators:  # before anything of the body is read or told
+            if path in self._administrators:  # before the body is read, or an error tells anything
                 require_administrator(Request(scope), self._service.settings)
             body = await self._body(self._models[path], scope, receive)
             response = await route.endpoint(body, Request(scope, receive))
@@ -107,7 +108,7 @@ class BodyRoutes:
 
 
 def _route_path(scope: asgi.Scope) -> str:
-    """The path behind that of a mount, if there is one: as Starlette's private `get_route_path` (starlette/_utils.py)."""
+    """The path without the path of a mount, as Starlette's private `get_route_path` returns it (starlette/_utils.py)."""
     path: str = scope["path"]
     behind = path.removeprefix(scope.get("root_path", ""))
     return behind if behind[:1] in ("", "/") else path
@@ -156,7 +157,7 @@ async def _received(receive: asgi.Receive) -> bytes:
 
 
 def _validated(content: bytes, model: type[BaseModel], service: Service) -> Any:
-    """The body as its model. What is quick to check comes before the validation, which may take milliseconds."""
+    """The body as an instance of its model. Quick checks come first, because the validation may take milliseconds."""
     service.require_ready()
     service.json_bounds.check(content)
     values = strict_json(content) if content else None

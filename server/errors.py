@@ -6,7 +6,8 @@ OpenAI's shape is {"error": {"message", "type", "param", "code"}}. Routes below 
     ApiError (500)
     ├── BadRequest 400         a bad value, an unknown field, a prompt that is too long
     │   └── ParameterRefused   by the engine
-    ├── Unauthorized 401
+    ├── Unauthorized 401       the API key is missing or wrong
+    ├── Forbidden 403          the route needs the administrator's key
     ├── NotFound 404           an unknown model or path
     ├── TooLarge 413           the body is too large
     ├── WrongHost 421          the request names a host that this server does not serve
@@ -14,14 +15,14 @@ OpenAI's shape is {"error": {"message", "type", "param", "code"}}. Routes below 
     ├── ClientGone 499         the client has disconnected; only the logs show it
     ├── EngineFailed 500       the engine could not finish the request
     ├── Unavailable 503        the server is loading, draining or dead; carries Retry-After
-    ├── TimedOut 504
+    ├── TimedOut 504           the request took longer than its time limit
     └── HttpError              an error of the protocol or of the routing, with any status
 
 Handlers raise these errors and do not know how they are written as JSON. `response_to` writes them and FastAPI's own errors in
-the same shapes, and `install` teaches it to an application. An unexpected failure becomes a 500 that shows no internals.
+the same shapes, and `install` makes an application use it. An unexpected failure becomes a 500 that shows no internals.
 
 `parameter_refused` turns the engine's ParameterError into a 400. It reads the error's fields; nothing parses a message.
-`trials_failed` turns what ends a process of fa_serve/sandbox into a 503.
+`trials_failed` turns the failure of a process of fa_serve/sandbox into a 503.
 """
 
 from __future__ import annotations
@@ -59,12 +60,12 @@ ANTHROPIC_TYPES = {
     429: "rate_limit_error",
     503: "overloaded_error",
     504: "timeout_error",
-}  # of other statuses: invalid_request_error below 500, api_error above
+}  # any other status: invalid_request_error below 500, api_error from 500 on
 
-RETRY_SECONDS = 5  # when a client may try again while the server loads, drains or restarts, or a process of it does
-MIN_PATH = 5  # characters of a path that may be a part of another one
+RETRY_SECONDS = 5  # when a client may try again while the server, or one of its processes, loads, drains or restarts
+MIN_PATH = 5  # an error suggests a route only if the route and the unknown path have at least this many characters
 MAX_NAME = 200  # characters of an unknown name that an error repeats
-MAX_NAMED = 8  # names that could be meant in its place
+MAX_NAMED = 8  # how many of the served names the error for an unknown model lists
 
 _short = reprlib.Repr()
 _short.maxstring = _short.maxother = 77
@@ -74,9 +75,9 @@ _short.maxlevel = 3
 class ApiError(Exception):
     """An error with its HTTP status and the fields of OpenAI's error object.
 
-    message:     for people
+    message:     the text for people
     param:       the request's field that is wrong, or None
-    code:        for programs; None takes the class's code
+    code:        the code for programs; None takes the class's code
     retry_after: seconds after which a client may try again, or None
     """
 
@@ -114,7 +115,7 @@ class BadRequest(ApiError):
 
 
 class ParameterRefused(BadRequest):
-    """Of `parameter_refused`. cause: of the engine; field: of the request"""
+    """A parameter that the engine refuses. cause: the engine's error; field: the request's field that the parameter is from"""
 
     def __init__(self, cause: ParameterError, field: str):
         message = f"{cause}." if field == cause.field else f"{field}: {cause}."
@@ -223,7 +224,7 @@ def response_to(error: Exception, scope: asgi.Scope) -> JSONResponse:
 
 
 def _no_route(scope: asgi.Scope, error: HTTPException) -> str:
-    """What there is instead: another method, or a path that has a prefix too many or too few, such as /v1."""
+    """The message for an unknown route. It suggests another method, or a similar path with or without a prefix such as /v1."""
     path = scope["path"]
     message = f"There is no route {scope['method']} {path}."
     if error.headers and "Allow" in error.headers:
@@ -235,12 +236,12 @@ def _no_route(scope: asgi.Scope, error: HTTPException) -> str:
 
 
 def parameter_refused(error: ParameterError, param: str) -> ParameterRefused:
-    """A parameter that the engine refuses. `param` is the request's field that the engine's parameter was made from."""
+    """The error for a parameter that the engine refuses. param: the request's field that the parameter was made from"""
     return ParameterRefused(error, param)
 
 
 def trials_failed(error: TrialProcessError | Cancelled) -> Unavailable:
-    """The process in which the work of a request runs has failed, or ends with the server. The request may be a good one."""
+    """The process that does work for a request has failed, or ends with the server. The request itself may be fine."""
     reason = "the server is shutting down" if isinstance(error, Cancelled) else str(error)
     return Unavailable(f"The server is not ready: {reason}.", retry_after=RETRY_SECONDS)
 
@@ -260,7 +261,7 @@ def validation_refused(errors: Sequence[Any]) -> BadRequest:
             return BadRequest(f"Missing required field: {param}.", param=param, code="missing_required_parameter")
         case "model_attributes_type" | "model_type" | "dict_type" | "missing" if not param:
             return BadRequest("The body must be a JSON object, sent with Content-Type: application/json.")
-        case "unknown_type":  # of a block or an item
+        case "unknown_type":  # a block or an item has an unknown `type`
             param = f"{param}.type"
             kind = error["input"].get("type") if isinstance(error["input"], dict) else error["input"]
             message = f"{param} {error['msg']}, got {_short.repr(kind)}: leave it out."
@@ -277,7 +278,7 @@ def validation_refused(errors: Sequence[Any]) -> BadRequest:
 
 
 def _unknown_field(parent: str | None, name: str, nearest: str) -> BadRequest:
-    """nearest: the field of the same object that was meant, or "" """
+    """nearest: the field of the same object that was probably meant, or "" """
     param = ".".join(filter(None, (parent, name[:MAX_NAME])))
     remedy = f"Did you mean {nearest}?" if nearest else "Leave it out."
     return BadRequest(f"Unknown or unsupported field: {param}. {remedy}", param=param, code="unknown_parameter")

@@ -1,7 +1,7 @@
-"""Answers that do not depend on who asks are made once and kept, so that asking for them over and over costs next to nothing.
+"""Keeps answers that do not depend on who asks, so that repeated requests for them cost next to nothing.
 
-The pages, /version and /openapi.json never change. /health and /ready have one answer while all is well, and FastAPI answers
-when it is not. All of these are kept as FastAPI has answered them the first time. /metrics is different at each moment
+The pages, /version and /openapi.json never change. /health and /ready have one answer while the server is healthy; otherwise
+FastAPI answers them. All of these are kept as FastAPI answered them the first time. /metrics changes all the time
 (metrics.ScrapedText).
 """
 
@@ -17,7 +17,7 @@ from starlette import types as asgi
 
 from .service import Service
 
-# whether the answer to a GET or HEAD of a path is the usual one at the moment
+# by path, whether a GET or HEAD gets the usual answer at the moment
 USUAL: dict[str, Callable[[Service], bool]] = {
     "/": lambda _: True,
     "/docs": lambda _: True,
@@ -30,7 +30,7 @@ USUAL: dict[str, Callable[[Service], bool]] = {
 
 @dataclass(frozen=True)
 class _Answer:
-    """route: FastAPI's, whose path is counted"""
+    """A kept answer. start: the message that begins the response; route: FastAPI's route, whose path the metrics count"""
 
     start: dict[str, Any]
     body: bytes
@@ -38,7 +38,7 @@ class _Answer:
 
 
 class KeptAnswers:
-    """Middleware around FastAPI. make_schema: makes what /openapi.json shows, which takes half a second the first time"""
+    """Middleware around FastAPI. make_schema: makes the schema for /openapi.json, which takes half a second the first time"""
 
     def __init__(self, app: asgi.ASGIApp, service: Service, make_schema: Callable[[], Any]):
         self._app = app
@@ -55,7 +55,7 @@ class KeptAnswers:
         name = (scope["method"], scope["path"])
         answer = self._kept.get(name)
         if answer is None:
-            async with self._making[name]:  # all who ask meanwhile wait for the first one
+            async with self._making[name]:  # requests that arrive meanwhile wait for the first one
                 answer = self._kept.get(name) or await self._make(name, scope, receive)
         scope["route"] = answer.route
         await send(dict(answer.start))
@@ -70,7 +70,7 @@ class KeptAnswers:
         async def note(message: asgi.Message) -> None:
             sent.append(message)
 
-        await self._app(scope, receive, note)  # nobody waits for this client to read
+        await self._app(scope, receive, note)  # collected first: nobody waits for this client to read it
         start, *parts = sent
         body = b"".join(part.get("body", b"") for part in parts)
         answer = _Answer(dict(start), body, scope.get("route"))

@@ -1,6 +1,6 @@
-"""The operator's routes for rollouts: other weights, a pause, sleep. They take the administrator's key alone.
+"""The operator's routes for rollouts: new weights, a pause, sleep. They accept only the administrator's key.
 
-    POST /pause?mode=keep                    {"mode": "abort" | "wait" | "keep"} in the body counts as well
+    POST /pause?mode=keep                    or with {"mode": "abort" | "wait" | "keep"} in the body
     POST /update_weights                     {"weight_dir": "/checkpoints/step-100"}
     POST /init_weight_transfer_engine        {"init_info": {"master_address": "10.0.0.7", "master_port": 29500, ...}}
     POST /update_weights                     {"update_info": {"names": [...], "dtype_names": [...], "shapes": [...]}}
@@ -9,10 +9,10 @@
     POST /sleep?level=1, POST /wake_up?tags=weights&tags=kv_cache
     GET /is_paused, GET /is_sleeping, GET /get_world_size
 
-Names, queries and bodies are those that trainers send to vLLM (prime-rl, TRL). A body may be left out where nothing in it is
+Names, queries and bodies are those that trainers (prime-rl, TRL) send to vLLM. A body may be left out if none of its fields is
 required. Every response of the server has the version of the weights in its header `x-weight-version` (bounds/guard.py).
 
-Left out: weights from the memory of another process's GPU, and several ranks or replicas, which are refused.
+Left out: weights from another process's GPU memory, and servers with several ranks or replicas, where these routes are refused.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class ResumeRequest(OperatorRequest):
 
 
 class TensorPlace(StrictModel):
-    """Where a tensor is in shared memory, contiguous, from the byte `offset` on."""
+    """Where a contiguous tensor is in shared memory. offset: its first byte"""
 
     name: str
     dtype: DType
@@ -77,14 +77,14 @@ class TensorPlace(StrictModel):
 
 
 class SharedMemoryWeights(StrictModel):
-    """A segment of this machine, as Python's `SharedMemory` names it, and what is in it."""
+    """A segment of shared memory on this machine, by its name in Python's `SharedMemory`, and the tensors in it."""
 
     name: str = Field(max_length=255)
     tensors: list[TensorPlace] = Field(max_length=MAX_TENSORS)
 
 
 class UpdateInfo(StrictModel):
-    """What the trainer broadcasts: the name, the dtype and the shape of each tensor, in this order."""
+    """What the trainer broadcasts: the name, the dtype and the shape of each tensor, in the order of the broadcasts."""
 
     names: list[str] = Field(min_length=1, max_length=MAX_TENSORS)
     dtype_names: list[DType] = Field(max_length=MAX_TENSORS)
@@ -104,7 +104,11 @@ class UpdateInfo(StrictModel):
 
 
 class UpdateWeightsRequest(StrictModel):
-    """dry_run: check update_info, and receive nothing"""
+    """The new weights, from exactly one of weight_dir, shared_memory and update_info.
+
+    keep_pages: unfinished requests keep the KV cache that the old weights have computed; otherwise the new weights recompute it
+    dry_run:    check update_info, and receive nothing
+    """
 
     weight_dir: str | None = Field(None, max_length=4096)
     shared_memory: SharedMemoryWeights | None = None
@@ -120,11 +124,11 @@ class UpdateWeightsRequest(StrictModel):
 
 
 class InitInfo(StrictModel):
-    """Where a trainer listens, which is rank 0 of a group.
+    """A trainer's group, and the address where the trainer listens. The trainer is rank 0.
 
     rank_offset: the rank of this engine
-    backend:     nccl or gloo; by default nccl for an engine on a GPU
-    timeout:     seconds in which all meet, and in which each tensor must come
+    backend:     nccl or gloo; by default nccl for an engine on a GPU, else gloo
+    timeout:     seconds within which all ranks must join, and within which each tensor must arrive
     """
 
     master_address: str = Field(min_length=1, max_length=255)
@@ -158,7 +162,8 @@ operation = APIRouter(responses=ERRORS, tags=[ADMINISTRATION])
 
 @operation.post("/pause", response_model=WeightReply)
 async def pause(body: PauseRequest, request: Request) -> JSONResponse:
-    """Compute nothing until /resume: requests in flight are aborted, awaited or kept as they are. Requests that come wait."""
+    """Compute nothing until /resume. Requests in flight are aborted (the default), finished first (wait) or kept and continued
+    after the pause. Requests that arrive meanwhile wait."""
     mode: Any = request.query_params.get("mode") or body.mode or "abort"
     return await _tell(request, "pause", mode=mode)
 
@@ -171,21 +176,22 @@ async def resume(body: ResumeRequest, request: Request) -> JSONResponse:
 
 @operation.post("/sleep", response_model=WeightReply)
 async def sleep(body: SleepRequest, request: Request) -> JSONResponse:
-    """Free the KV cache. Level 1 moves the weights to the host's memory as well, and level 2 frees them."""
+    """Free the memory of the KV cache. Level 0 keeps the weights on the device, level 1 (the default) moves them to host
+    memory, and level 2 frees them."""
     level = _integer(request, "level", 1 if body.level is None else body.level)
     return await _tell(request, "sleep", level=level)
 
 
 @operation.post("/wake_up", response_model=WeightReply)
 async def wake_up(body: WakeUpRequest, request: Request) -> JSONResponse:
-    """Allocate what /sleep has freed: all of it, or what the tags name."""
+    """Allocate the memory that /sleep has freed: all of it, or only for the tags."""
     tags = request.query_params.getlist("tags") or body.tags
     return await _tell(request, "wake_up", tags=tags)
 
 
 @operation.post("/update_weights", response_model=WeightReply)
 async def update_weights(body: UpdateWeightsRequest, request: Request) -> JSONResponse:
-    """Take other weights, between two steps. The prefix cache is emptied, and unfinished answers go on with the new weights."""
+    """Replace the weights between two steps. The prefix cache is emptied. Unfinished answers continue with the new weights."""
     arguments: dict[str, Any] = {"keep_pages": body.keep_pages}
     if body.dry_run:
         arguments["dry_run"] = True
@@ -201,7 +207,8 @@ async def update_weights(body: UpdateWeightsRequest, request: Request) -> JSONRe
 
 @operation.post("/init_weight_transfer_engine", response_model=WeightReply)
 async def init_weight_transfer_engine(body: InitWeightTransferRequest, request: Request) -> JSONResponse:
-    """Meet a trainer that listens at this address, in the place of one before. It broadcasts weights to /update_weights."""
+    """Join the group of the trainer that listens at this address, and leave any earlier group. After that, /update_weights
+    receives the weights that the trainer broadcasts."""
     info = body.init_info
     place = {"host": info.master_address, "port": info.master_port, "rank": info.rank_offset, "world_size": info.world_size}
     return await _tell(request, "join_weight_group", **place, backend=info.backend, timeout=info.timeout)
@@ -209,7 +216,7 @@ async def init_weight_transfer_engine(body: InitWeightTransferRequest, request: 
 
 @operation.post("/shutdown_weight_transfer_engine", response_model=WeightReply)
 async def shutdown_weight_transfer_engine(body: ShutdownWeightTransferRequest, request: Request) -> JSONResponse:
-    """Leave the trainer."""
+    """Leave the trainer's group."""
     return await _tell(request, "join_weight_group")
 
 
@@ -229,7 +236,7 @@ async def is_paused(request: Request) -> JSONResponse:
 
 
 def _administrators_service(request: Request) -> Service:
-    """For a GET, whose key nobody has asked for yet (bodies.py)."""
+    """Check the administrator's key for a GET. For a POST, bodies.py has checked it."""
     service: Service = request.app.state.service
     require_administrator(request, service.settings)
     service.require_ready()
@@ -237,7 +244,7 @@ def _administrators_service(request: Request) -> Service:
 
 
 async def _tell(request: Request, name: str, **arguments: Any) -> JSONResponse:
-    """Call a method of the engine, and answer when it has ended. A client that leaves does not stop it."""
+    """Call a method of the engine, and answer when the call has ended. A client that disconnects does not stop the call."""
     service: Service = request.app.state.service
     service.require_ready()
     try:

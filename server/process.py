@@ -2,11 +2,11 @@
 
 The first SIGTERM or SIGINT drains the server: /ready and new requests get a 503, running requests have `drain_timeout` seconds
 to finish, and then the process ends with code 0. A second signal, or a signal while the model is being loaded, ends the process
-at once with the code 128 plus the signal's number. uvicorn alone would close its port at the first signal, and would end with
-the signal's code after a clean stop.
+at once with the code 128 plus the signal's number. Without this module, uvicorn would close its port at the first signal, and
+would end with the signal's code after a clean stop.
 
-Nothing that hangs keeps the process: END_SECONDS after the drain has ended, or after it should have ended, the process ends
-without its clean-up and kills the engine's process. SIGHUP is ignored: settings and keys are read at the start only.
+Nothing that hangs keeps the process alive: END_SECONDS after the drain has ended, or after it should have ended, the process
+kills the engine's process and ends without its clean-up. SIGHUP is ignored: settings and keys are read only at the start.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("fa_serve.server")
 MakeEngine = Callable[..., AsyncEngine]
-"""What makes an engine of its EngineConfig and `on_phase`."""
-END_SECONDS = 4.5  # for the engine's last step, open connections and the event loop, after the drain
+"""Makes an engine from an EngineConfig and `on_phase`."""
+END_SECONDS = 4.5  # time after the drain for the engine's last step, open connections and the event loop to end
 
 
 def build_server(settings: Settings, report: StartupReport, make_engine: MakeEngine = AsyncEngine) -> Server:
@@ -105,7 +105,7 @@ class Server(uvicorn.Server):
         """Take the port before anything is loaded. Raises OSError at once if the port is in use."""
         sockets = sockets or [self._listen()]
         if hasattr(socket, "TCP_USER_TIMEOUT"):
-            # the kernel also drops data that a client does not read after this time
+            # after this time, the kernel also closes a connection whose client does not take its data
             milliseconds = min(max(self._service.settings.send_timeout * 1000, 1), 2**31 - 1)
             sockets[0].setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(milliseconds))
         self._owns_process = True
@@ -120,7 +120,7 @@ class Server(uvicorn.Server):
         return make(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)  # type: ignore[call-arg]
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        """`run` for a caller that has an event loop, whose process goes on afterwards."""
+        """Like `run`, for a caller that has an event loop and whose process goes on afterwards."""
         try:
             await super().serve(sockets)
         finally:
@@ -152,9 +152,9 @@ class Server(uvicorn.Server):
             self._on_ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Python's signal handler, which may only set flags and wake the event loop."""
+        """Python's signal handler. Unless the process ends at once, it only sets flags, starts a timer and wakes the loop."""
         if self._service.draining or not self._service.has_started:
-            self._end(128 + sig)  # the first process of a container does not get a signal's default action
+            self._end(128 + sig)  # for the first process of a container, a signal has no default action
         self._service.draining = True
         self._end_after(self._drain_timeout + END_SECONDS, 128 + sig)
         self._loop.call_soon_threadsafe(lambda: self._spawn(self._drain(signal.Signals(sig).name)))
@@ -175,7 +175,7 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
     def _end_after(self, seconds: float, code: int) -> None:
-        """End the process then, whatever hangs: the event loop, a thread that the interpreter waits for, or the engine."""
+        """End the process after this time, even if the event loop, the engine or a thread that Python waits for hangs."""
 
         def end() -> None:
             log.error("the process has not ended by itself in %g s and is cut off", seconds)

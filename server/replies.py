@@ -1,4 +1,4 @@
-"""What clients get: OpenAI's objects with OpenAI's fields, and further fields with vLLM's names.
+"""What clients get: OpenAI's objects with OpenAI's fields, and additional fields with vLLM's names.
 
 They are typed dictionaries: mypy checks them, /openapi.json shows them, and they cost nothing at run time. What clients send
 is in schemas.py and chat/conversation.py.
@@ -19,7 +19,7 @@ class TokenizeReply(TypedDict):
 
 
 class TokenizerInfo(TypedDict):
-    """Further keys are those of the tokenizer's configuration."""
+    """The other keys are the fields of the tokenizer's configuration."""
 
     tokenizer_class: str
     chat_template: str | None
@@ -27,8 +27,8 @@ class TokenizerInfo(TypedDict):
 
 class WeightReply(TypedDict):
     """
-    is_paused:      whether requests wait, for any reason
-    is_sleeping:    whether they wait for memory or weights, which /wake_up allocates or an update brings
+    is_paused:      whether requests wait, for a pause or because the engine sleeps
+    is_sleeping:    whether memory or weights are missing: /wake_up allocates memory, /update_weights supplies weights
     weight_version: how often the weights have been changed
     """
 
@@ -38,7 +38,7 @@ class WeightReply(TypedDict):
 
 
 class WorldSizeReply(TypedDict):
-    """world_size: ranks of this server in a trainer's group"""
+    """world_size: how many ranks of this server take part in a trainer's group"""
 
     world_size: int
 

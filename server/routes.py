@@ -1,4 +1,4 @@
-"""The endpoints. Each says what it takes and what it returns. `Answer` and `Service` do the work."""
+"""The endpoints. Each declares what it takes and what it returns. `Answer` and `Service` do the work."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ STREAM: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream"
 router = APIRouter(responses=ERRORS)
 
 
-async def _service(request: Request) -> Service:  # FastAPI calls a plain function in a thread for each request
+async def _service(request: Request) -> Service:  # async: FastAPI would call a plain function in a thread
     service: Service = request.app.state.service
     return service
 
@@ -97,7 +97,8 @@ async def count_tokens(body: CountTokensRequest, request: Request) -> Response:
 
 
 def _require_version(request: Request) -> None:
-    """Either version has the same replies. What the later one removes from requests is still accepted, whatever the header."""
+    """Raise BadRequest for an unknown version. The known versions make no difference: their replies are the same, and the
+    fields that the later one has removed from requests are accepted with both."""
     version = request.headers.get("anthropic-version", ANTHROPIC_VERSIONS[0])
     if version not in ANTHROPIC_VERSIONS:
         message = f"The header anthropic-version must be {' or '.join(ANTHROPIC_VERSIONS)}, got {version[:80]!r}."
@@ -133,7 +134,7 @@ async def models(service: Shared) -> ModelList:
 
 @router.get("/v1/models/{model:path}", tags=["OpenAI"])
 async def model(model: str, service: Shared) -> ModelCard:
-    """The model, if it is the one that this server serves, or one of its adapters."""
+    """The card of the model that this server serves, or of one of its adapters."""
     service.require_ready()
     service.require_model(model)
     return service.model_card(None if model == service.model_name else model)
@@ -141,8 +142,8 @@ async def model(model: str, service: Shared) -> ModelCard:
 
 @router.post("/v1/load_lora_adapter", response_model=AdapterReply, tags=[ADMINISTRATION])
 async def load_lora_adapter(body: LoadAdapterRequest, request: Request) -> Response:
-    """Serve the adapter in a folder of the server under a name. A name that is in use gets the new adapter. Only for the
-    administrator's key."""
+    """Load the adapter in a folder on the server, and serve it under a name. If the name is in use, the new adapter replaces
+    the old one. Only for the administrator's key."""
     service = await _service(request)
     service.require_ready()
     if body.lora_name == service.model_name:
@@ -153,7 +154,7 @@ async def load_lora_adapter(body: LoadAdapterRequest, request: Request) -> Respo
 
 @router.post("/v1/unload_lora_adapter", response_model=AdapterReply, tags=[ADMINISTRATION])
 async def unload_lora_adapter(body: UnloadAdapterRequest, request: Request) -> Response:
-    """Serve an adapter no more. Requests that have it finish. Only for the administrator's key."""
+    """Stop serving an adapter. Requests that already use it finish. Only for the administrator's key."""
     service = await _service(request)
     service.require_ready()
     await service.adapters.unload(body.lora_name)
@@ -162,7 +163,7 @@ async def unload_lora_adapter(body: UnloadAdapterRequest, request: Request) -> R
 
 @router.post("/tokenize", response_model=TokenizeReply, tags=["Tokens"])
 async def tokenize(body: TokenizeRequest, request: Request) -> Response:
-    """The token ids of a prompt or a conversation, as generation would get them."""
+    """The token ids of a prompt or a conversation, as a request for an answer would use them."""
     service = await _service(request)
     service.require_ready()
     service.require_model(body.model)
@@ -246,7 +247,7 @@ async def page() -> Response:
 
 @router.get("/docs", include_in_schema=False)
 async def docs() -> Response:
-    """The reference of the API, made in the browser from /openapi.json: one file that loads nothing from anywhere else."""
+    """The API reference, built in the browser from /openapi.json: one file that loads nothing from anywhere else."""
     return HTMLResponse(REFERENCE.text, headers=REFERENCE.headers)
 
 

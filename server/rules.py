@@ -3,8 +3,8 @@
     rule_of(error)                     # "must be at least 1", of one of pydantic's errors
     rule_of_all(errors)                # "must be a string or a list", of the errors of the members of a union
 
-A validator of ours writes its rule into the message of its error. Left out: the name of the field and its value, which
-errors.py and settings.py put around a rule.
+Our own validators write their rule into the message of the error. Left out: the name of the field and its value, which
+errors.py and settings.py add to a rule.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ TYPES = {
     "byte_size_unit": "a number of bytes, or a size such as 16MiB",
     "literal_error": "{expected}",
 }
-"""What a value must be, by the type of the error for a value of another kind."""
+"""What a value must be, by pydantic's type of error for a value of the wrong kind."""
 RULES = {
     "missing": "must be given",
     "greater_than_equal": "must be at least {ge}",
@@ -50,7 +50,7 @@ LENGTHS = {
 
 
 def rule_of(error: Any) -> str:
-    """The rule that one of pydantic's errors stands for, beginning with a verb."""
+    """The rule that a value has broken, from one of pydantic's errors. It begins with a verb."""
     kind = error["type"]
     context = {name: _whole(value) for name, value in error.get("ctx", {}).items()}
     if kind in TYPES:
@@ -65,9 +65,10 @@ def rule_of(error: Any) -> str:
 
 
 def rule_of_all(errors: Sequence[Any]) -> str:
-    """The rule of several errors for one value, which are those of the members of a union.
+    """One rule from the errors that the members of a union report for one value.
 
-    A value that is of a member's kind breaks a rule of that member. Otherwise it must be of one of the kinds.
+    If the value has the kind of a member, it has broken a rule of this member, and that rule is returned. Otherwise the rule
+    lists the kinds of all members.
     """
     other = [error for error in errors if error["type"] not in TYPES]
     if other:
@@ -77,5 +78,5 @@ def rule_of_all(errors: Sequence[Any]) -> str:
 
 
 def _whole(value: Any) -> Any:
-    """2.0 as 2, as the request writes it."""
+    """The value, with 2.0 as 2, because a request would write it so."""
     return int(value) if isinstance(value, float) and value.is_integer() else value

@@ -1,7 +1,7 @@
-"""What clients send: OpenAI's fields with OpenAI's names, and further fields with vLLM's names.
+"""What clients send: OpenAI's fields with OpenAI's names, and additional fields with vLLM's names.
 
-The models check types and ranges. The defaults of sampling are those of the engine's `SamplingParams`. Requests with
-messages are in chat/conversation.py, replies in replies.py.
+The models check types and ranges. The engine's `SamplingParams` have the defaults of sampling. Requests with messages are in
+chat/conversation.py, replies in replies.py.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from .strict import NOTHING, StrictModel, Unsupported, field_error, one_error
 
 MAX_IDS = 1024  # the engine's bound for token ids in one field
 MAX_CHOICES = 10_000
-MAX_BEAMS = 10  # each step of a search asks for the log-probabilities of twice as many tokens, and the engine gives 20
-MAX_SCHEMA = 1 << 18  # characters of a schema that is written in a string, whose values nothing has counted
+MAX_BEAMS = 10  # each step of a search needs the log-probabilities of twice as many tokens, and the engine returns at most 20
+MAX_SCHEMA = 1 << 18  # characters of a schema in a string: the bound on the values of a body does not count what is in a string
 NonEmpty = Annotated[str, Field(min_length=1)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True)]
 Choices = Annotated[list[NonEmpty], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
@@ -26,20 +26,20 @@ Stop = Annotated[
     one_error("a non-empty string or a list of up to 16 of them"),
 ]
 Prompt = Annotated[
-    # pydantic takes the first member that fits, and a member that does not fit fails at its first item: prompts are long
+    # pydantic takes the first member that fits. Prompts are long, so a member that does not fit must fail at its first item
     Annotated[str | Annotated[list[str], Field(fail_fast=True)] | TokenIds | list[TokenIds], Field(union_mode="left_to_right")],
     one_error("a string, a list of strings, a list of token ids, or a list of such lists"),
 ]
 
 
 def _few_entries(value: Any) -> Any:
-    """pydantic checks the length of a dict after its entries, and makes an error for each of them."""
+    """Refuse a dict with too many entries. pydantic would check the entries first, and make an error for each of them."""
     if isinstance(value, dict) and len(value) > MAX_IDS:
         raise PydanticCustomError("entries", "must have at most {limit} entries", {"limit": MAX_IDS})
     return value
 
 
-# reading a number takes time that is quadratic in its digits, so a key has no more of them than any token id
+# the time to parse an integer is quadratic in its digits, so a key may only be as long as a token id can be
 TokenName = Annotated[str, Field(max_length=16)]
 Bias = Annotated[
     dict[TokenName, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MAX_IDS), BeforeValidator(_few_entries)
@@ -66,14 +66,14 @@ class StructuredOutputs(StrictModel):
 
 
 class LoadAdapterRequest(StrictModel):
-    """Of /v1/load_lora_adapter: as vLLM has it."""
+    """The body of /v1/load_lora_adapter, with vLLM's fields."""
 
     lora_name: str = Field(min_length=1, max_length=128)
     lora_path: str = Field(min_length=1, max_length=4096, description="A folder on the server, as peft writes it.")
 
 
 class UnloadAdapterRequest(StrictModel):
-    """Of /v1/unload_lora_adapter."""
+    """The body of /v1/unload_lora_adapter."""
 
     lora_name: str = Field(min_length=1, max_length=128)
 

@@ -1,7 +1,7 @@
 """What all handlers share: whether the service is ready, how many sequences are in flight, and which model is served.
 
-`Service` owns what lies between the connections and the engine. The port is open while the weights load, and requests get a
-503 until the engine is ready. `reserve` bounds the number of sequences in flight, in all and for each API key.
+`Service` owns everything between the connections and the engine. The port is open while the weights load, and requests get a
+503 until the engine is ready. `reserve` bounds the number of sequences in flight, in total and for each API key.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from fa_serve.engine.process.parent import Pulse
 
 T = TypeVar("T")
-LARGE_ANSWER = 1 << 20  # bytes
-LONGEST_PAUSE = 0.05  # seconds between two large bodies
-STOP_SECONDS = 2.0  # what the engine's step may take at the end, when nothing is in flight any more
+LARGE_ANSWER = 1 << 20  # bytes; only larger answers count towards --max-answer-bytes-in-flight
+LONGEST_PAUSE = 0.05  # seconds: the longest pause between two large bodies
+STOP_SECONDS = 2.0  # how long the engine's last step may take at shutdown, when nothing is in flight any more
 TASK_NAMES = {
     "generate": "generation",
     "embed": "embeddings",
@@ -41,7 +41,7 @@ TASK_NAMES = {
     "score": "scores",
     "classify": "classes",
 }
-HEARTBEAT_SECONDS = 5.0  # the engine's process gives a sign of life each second
+HEARTBEAT_SECONDS = 5.0  # the longest silence of the engine's process, which gives a sign of life each second
 
 
 def stall_reason(pulse: Pulse, step_timeout: float) -> str | None:
@@ -80,11 +80,11 @@ class Service:
         self._writer = DeadlineThread("writer")
 
     async def parse(self, work: Callable[[], T], client: str | None) -> T:
-        """Parse a large body beside the event loop. One thread does so, so that large bodies do not compete with the loop, and
-        clients take turns.
+        """Parse a large body in a thread. There is only one such thread, so that several large bodies do not slow the event
+        loop down, and clients take turns.
 
-        Parsing holds the interpreter's lock for up to 30 ms, and a request needs the loop several times. So after each body the
-        next one waits as long as that one took, while the loop has the interpreter for itself.
+        Parsing holds the interpreter's lock for up to 30 ms, and a request needs the loop several times. So the next body waits
+        for as long as the last one took, at most LONGEST_PAUSE. Meanwhile the loop has the interpreter to itself.
         """
         return await self._parser.run(lambda: self._by_turns(work), client)
 
@@ -98,7 +98,7 @@ class Service:
             self._parse_again_at = end + min(end - begin, LONGEST_PAUSE)
 
     async def write(self, work: Callable[[], T], client: str | None) -> T:
-        """Write a large answer beside the event loop. Clients take turns."""
+        """Write a large answer in a thread. Clients take turns."""
         return await self._writer.run(work, client)
 
     async def start(self) -> None:
@@ -114,12 +114,12 @@ class Service:
         self._loop_delay = LoopDelay(self.metrics.loop_delay.of(self.model_name))
 
     async def loaded(self) -> None:
-        """Return when the engine is ready. Raises the error that kept it from loading."""
+        """Return when the engine is ready. Raises the error with which loading has failed."""
         assert self._loading is not None
         await asyncio.shield(self._loading)
 
     async def stop(self, timeout: float = STOP_SECONDS) -> None:
-        """End the engine after the step that it is in, or after `timeout` seconds."""
+        """End the engine after its current step, or after `timeout` seconds."""
         self.draining = True
         if self._loading is not None:
             self._loading.cancel()
@@ -136,13 +136,13 @@ class Service:
 
     @property
     def has_started(self) -> bool:
-        """The model was loaded, whatever has come of its engine since."""
+        """Whether the model was loaded, even if its engine has died since."""
         loading = self._loading
         return loading is not None and loading.done() and not loading.cancelled() and loading.exception() is None
 
     @property
     def running(self) -> bool:
-        """The engine is loaded and has not died."""
+        """Whether the engine is loaded and has not died."""
         return self.has_started and self.death_reason() is None
 
     def death_reason(self) -> str | None:
@@ -156,7 +156,7 @@ class Service:
         return None
 
     def engine_life(self) -> EngineLife | None:
-        """Whether an engine takes requests, drained or not; None while the model is loaded for the first time."""
+        """Whether an engine can take requests, even if the server drains; None while the model is loaded for the first time."""
         if self._loading is None or not self._loading.done():
             return None
         is_up = self.sickness() is None and not self.engine.is_restarting
@@ -169,7 +169,7 @@ class Service:
         return self._stall()
 
     def sickness(self) -> str | None:
-        """What is wrong with a process that cannot serve and will not be able to, as a sentence, or None."""
+        """That the server is dead, or that its engine does not answer at the moment, as a sentence; None otherwise."""
         if reason := self.death_reason():
             return f"The server is dead: {reason}."
         if reason := self.stall_reason():
@@ -198,10 +198,12 @@ class Service:
 
     @contextmanager
     def reserve(self, count: int, key: str | None, param: str = "n") -> Iterator[None]:
-        """Room for `count` sequences while the context lasts. The service must be ready (`require_ready`).
+        """Reserve room for `count` sequences while the context lasts. The service must be ready (`require_ready`).
 
         key:   the hash of the API key that the sequences belong to
-        param: the request's field that asks for so many
+        param: the request's field that asks for this number, for errors
+
+        Raises BadRequest if `count` is more than a request may ask for, and TooManyRequests if there is no room at the moment.
         """
         limit = self.settings.max_num_seqs + self.settings.max_waiting
         largest = min(limit, self.settings.max_n)
@@ -232,7 +234,12 @@ class Service:
                 self._idle.set()
 
     def reserve_bytes(self, size: int) -> AbstractContextManager[None]:
-        """Room for an answer with `size` bytes besides its text while the context lasts. Up to LARGE_ANSWER is not counted."""
+        """Reserve room for an answer while the context lasts. Answers of up to LARGE_ANSWER bytes are not counted.
+
+        size: bytes of the answer, without the text that it generates
+
+        Raises TooManyRequests.
+        """
         limit = self.settings.max_answer_bytes_in_flight
         if size > LARGE_ANSWER and self._answer_bytes and self._answer_bytes + size > limit:
             message = (
@@ -243,7 +250,7 @@ class Service:
         return self.hold_bytes(size)
 
     def require_size(self, size: int, param: str, fields: Sequence[str]) -> None:
-        """Raise BadRequest for an answer of more than `max_answer_bytes`. fields: of the request, which ask for less"""
+        """Raise BadRequest for an answer of more than `max_answer_bytes`. fields: the request's fields that can ask for less"""
         limit = self.settings.max_answer_bytes
         if size > limit:
             message = (
@@ -253,7 +260,7 @@ class Service:
             raise BadRequest(message, param=param, code="answer_too_large")
 
     def hold_bytes(self, size: int) -> AbstractContextManager[None]:
-        """Count `size` bytes of an answer, which exists already, while the context lasts. Small answers do not count."""
+        """Count an answer that exists already, of `size` bytes, while the context lasts. Small answers are not counted."""
         return self._hold_bytes(size) if size > LARGE_ANSWER else nullcontext()
 
     @contextmanager
@@ -267,10 +274,10 @@ class Service:
     def _require_share(self, count: int, key: str | None, left: int) -> None:
         """Leave room in the queue for other keys: the share that a key may take shrinks with the room that is left.
 
-        These are the dynamic thresholds of Choudhury and Hahne (1998). One key alone reaches `max_key_share` of the queue, and
-        several keys share it evenly, with some room left.
+        These are the dynamic thresholds of Choudhury and Hahne (1998). A single key can reach `max_key_share` of the queue, and
+        several keys share the queue evenly, with some room left.
 
-        left: places that are free when `count` more are taken
+        left: how many places are free after `count` more are taken
         """
         own = self._in_flight[key]
         share = self.settings.max_key_share
@@ -283,7 +290,7 @@ class Service:
 
     @cached_property
     def model_name(self) -> str:
-        """Known when the model is loaded, or from the settings."""
+        """The name that clients ask for: from the settings, or that of the loaded model."""
         return self.settings.served_model_name or self.engine.model_name
 
     def require_model(self, name: str | None) -> None:
@@ -312,12 +319,12 @@ class Service:
         return task
 
     def vector_size(self, dimensions: int | None = None) -> int:
-        """The numbers of a vector, of which a request may ask for the first ones. The model must be an encoder."""
+        """How many numbers a vector has, if a request asks for at most `dimensions` of them. The model must be an encoder."""
         assert self.engine.card is not None
         return min(dimensions or self.engine.card.size, self.engine.card.size)
 
     def labels(self) -> tuple[str, ...]:
-        """The names of the classes of a model for classification. Raises BadRequest for another model."""
+        """The names of the classes of a model for classification or scores. Raises BadRequest for a model of another task."""
         self.require_task("classify", "score")
         assert self.engine.card is not None
         return self.engine.card.labels

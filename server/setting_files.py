@@ -1,10 +1,10 @@
-"""The files that settings name: how they are read, and what must be there before anything is imported or loaded.
+"""Reads and checks the files that settings name, before anything slow is imported or loaded.
 
     text = read_file("chat_template", Path("template.jinja"))
     require_setting_files(settings, with_engine=True)    # a ValueError names the setting, the rule and the file
 
-No import here is slow, so a wrong path is told within a second. Left out: the settings (settings.py), and whether a chat
-template writes a conversation, which takes the model's tokenizer (tokenization.py).
+No import here is slow, so a wrong path is reported within a second. Left out: the settings (settings.py), and whether a chat
+template writes a conversation, because that takes the model's tokenizer (tokenization.py).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fa_serve.named_files import NamedFiles, find_wrong_file
 
 
 class SettingFiles(NamedFiles, Protocol):
-    """What the settings of the server have beside those of the engine. Their meaning is that of `Settings`."""
+    """The server's settings that name files, in addition to those of the engine. They mean the same as in `Settings`."""
 
     @property
     def all_keys(self) -> tuple[str, ...]: ...
@@ -27,9 +27,9 @@ class SettingFiles(NamedFiles, Protocol):
 
 
 def require_setting_files(settings: SettingFiles, *, with_engine: bool) -> None:
-    """Raise ValueError for a setting that names a file or a folder which is not there, or is none, and for bad keys.
+    """Raise ValueError for bad keys, and for a setting whose file or folder is missing or is of the wrong kind.
 
-    with_engine: the engine runs on this machine, so that what it reads must be here as well
+    with_engine: whether the engine runs on this machine, so that the files it reads must be here as well
     """
     _ = settings.all_keys
     if settings.chat_template is not None:
@@ -41,11 +41,11 @@ def require_setting_files(settings: SettingFiles, *, with_engine: bool) -> None:
 
 
 def _check_template(file: Path) -> None:
-    """Raise ValueError for a file that is no template, with the line that is wrong."""
+    """Raise ValueError, which names the wrong line, for a file that is not a template."""
     import jinja2.ext
 
     class Generation(jinja2.ext.Extension):
-        """The block around an answer, which transformers adds to the language."""
+        """The block {% generation %} around an answer, which transformers adds to Jinja."""
 
         tags = {"generation"}  # noqa: RUF012 (as its base has it)
 
@@ -62,7 +62,7 @@ def _check_template(file: Path) -> None:
 
 
 def read_file(name: str, file: Path) -> str:
-    """The text of a file that a setting names. Raises ValueError, which names both, for a file that cannot be read."""
+    """The text of a file that a setting names. Raises ValueError, which names setting and file, if it cannot be read."""
     try:
         return file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
@@ -72,7 +72,7 @@ def read_file(name: str, file: Path) -> str:
 
 
 def keys_in(file: Path) -> list[str]:
-    """The keys of a file, one in each line, exactly as they stand there. Only a # that begins a line starts a comment."""
+    """The keys of a file, one in each line, without the spaces around them. Only a # that begins a line starts a comment."""
     lines = [line.strip() for line in read_file("api_key_file", file).splitlines()]
     keys = []
     for number, line in enumerate(lines, start=1):
@@ -85,6 +85,6 @@ def keys_in(file: Path) -> list[str]:
 
 
 def check_key(key: str, where: str) -> None:
-    """Refuse a key that no client can send, such as one with a comment behind it. The message does not show the key."""
+    """Refuse a key that no client can send, such as one that is followed by a comment. The message does not show the key."""
     if not key.isprintable() or " " in key:
         raise ValueError(f"{where} must be one word without spaces, got {len(key)} characters; a comment needs a separate line")

@@ -6,8 +6,8 @@ This table gives the flags of `fa-serve serve`, the `FA_SERVE_*` environment var
 through tests/test_cli.py, the reference in docs/settings.md. A flag wins over the environment, the environment over the file,
 and the file over the default.
 
-Secrets are an exception: API keys come from the environment or a file and never from a flag, because every user of the machine
-can read flags.
+Secrets are an exception: keys come from the environment or a file and never from a flag, because every user of the machine can
+read flags.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ class Settings(BaseSettings):
     trust_remote_code: bool = _option(False, "Run code that comes with the model.", "Model")
 
     max_num_seqs: int = _option(256, "Maximum number of sequences that run at once.", "Engine", ge=1)
-    # less than the engine's default for offline use: of prompts that arrive together, the first are answered after half a step,
-    # and a step that serves prompts which have waited for long holds up decoding for as long as so many tokens take
+    # less than the engine's default, which is for offline use: with shorter steps, the first of several prompts that arrive
+    # together is answered sooner, and a step full of prompts that have waited for long holds up decoding for less time
     max_num_batched_tokens: int = _option(5120, "Maximum number of tokens in one step.", "Engine", ge=1)
     target_itl: float | None = _option(
         None,
@@ -400,8 +400,8 @@ class Settings(BaseSettings):
 
     @cached_property
     def all_keys(self) -> tuple[str, ...]:
-        """The API keys of the environment and of the file. Raises ValueError for a bad key or none, for no file, and if the
-        administrator's key is one of them."""
+        """The API keys from the environment and the file. Raises ValueError for a bad key, for a file that cannot be read or
+        has no key, and if the administrator's key is one of the API keys."""
         keys = [key.get_secret_value() for key in self.api_keys]
         keys += [] if self.api_key_file is None else keys_in(self.api_key_file)
         if self.admin_key is not None and self.admin_key.get_secret_value() in keys:
@@ -421,7 +421,7 @@ class Settings(BaseSettings):
             rule = "be None with prefix_sharing none, with which no request finds a page again"
             raise ParameterError("kv_host_folder", rule, str(self.kv_host_folder))
         given = {field.name: getattr(self, field.name) for field in fields(EngineConfig)}
-        given |= {name: int(value) for name, value in given.items() if isinstance(value, ByteSize)}  # of no web framework
+        given |= {name: int(value) for name, value in given.items() if isinstance(value, ByteSize)}  # no type of pydantic
         if self.lora_folder is not None and self.lora_bytes is None:
             given["lora_bytes"] = DEFAULT_LORA_BYTES
         config = EngineConfig(**given | {"max_waiting": self.max_waiting + EXTRA_WAITING})
@@ -432,7 +432,8 @@ class Settings(BaseSettings):
 
 
 def shown_default(name: str) -> str:
-    """The default of a setting as a file of settings has it, a size with its unit. Empty if the description says what holds."""
+    """The default of a setting as a settings file writes it, with a unit for a size. Empty for None and for an empty list,
+    because the description says what they mean."""
     field = Settings.model_fields[name]
     if field.default in (None, []):
         return ""
@@ -442,7 +443,7 @@ def shown_default(name: str) -> str:
 
 
 def counts_bytes(name: str) -> bool:
-    """Whether a setting is a size, which takes a unit."""
+    """Whether a setting is a number of bytes, which may have a unit."""
     return is_size(Settings.model_fields[name].annotation)
 
 
@@ -450,7 +451,7 @@ SETTING_VARIABLES = tuple(PREFIX + name.upper() for name in Settings.model_field
 
 
 def load(flags: Mapping[str, Any], file: Path | None = None) -> Settings:
-    """The settings from flags, environment and file. Raises ValueError, which names every bad setting."""
+    """The settings from flags, environment and file. Raises ValueError, which names every bad setting, or FileNotFoundError."""
     refuse_unknown(os.environ, SETTING_VARIABLES, serves=True)
     _refuse_empty_keys(os.environ)
     if file is not None and not file.is_file():
@@ -474,14 +475,14 @@ def load(flags: Mapping[str, Any], file: Path | None = None) -> Settings:
 
 
 def _refuse_empty_keys(environment: Mapping[str, str]) -> None:
-    """An empty variable counts as not set, but keys that were meant to be there must not be missing in silence."""
+    """Raise ValueError for an empty variable for keys: it would count as not set, and the keys would be missing silently."""
     for name, value in environment.items():
         if name.upper() in (f"{PREFIX}API_KEYS", f"{PREFIX}API_KEY_FILE", f"{PREFIX}ADMIN_KEY") and not value.strip():
             raise ValueError(f"{name} must not be empty; unset the variable to run without it")
 
 
 def _described(error: Any) -> str:
-    """One of pydantic's errors, as "port must be ..., got 99999". A secret's value is left out."""
+    """One of pydantic's errors as a text such as "port must be ..., got 99999". The value of a secret is left out."""
     name = ".".join(map(str, error["loc"]))
     if error["type"] == "extra_forbidden":
         nearest = nearest_name(name, Settings.model_fields)

@@ -6,7 +6,7 @@
     is_size(Limits.model_fields["body"].annotation)     # True
     shown_size(16 * 2**20)                              # "16MiB"
 
-pydantic's ByteSize also takes bits, so that 16mbit is 2 MB, fractions of a byte, and anything behind a unit. These are refused.
+pydantic's ByteSize also accepts bits (16mbit is 2 MB), fractions of a byte, and any text after a unit. `Size` refuses these.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ Size = Annotated[ByteSize, BeforeValidator(_in_bytes)]
 
 
 def is_size(annotation: Any) -> bool:
-    """Whether the annotation of a field is `Size`, or `Size | None`. pydantic keeps the parts of `Annotated` beside it."""
+    """Whether the annotation of a field is `Size` or `Size | None`. For `Size`, pydantic strips `Annotated`."""
     return any(kind is ByteSize or ByteSize in get_args(kind) for kind in (annotation, *get_args(annotation)))
 
 
 def shown_size(size: int) -> str:
-    """The size with the largest unit of which it is a multiple."""
+    """The size in the largest unit that divides it."""
     unit, factor = next(each for each in UNITS.items() if size % each[1] == 0)
     return f"{size // factor}{unit}"

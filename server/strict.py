@@ -4,9 +4,8 @@
         size: int | None = None
         UNSUPPORTED = {"colour": ("default",)}      # refused, except for null and "default"
 
-Values are not converted: "1" is no integer. An unknown field is an error. A field of OpenAI's API that this server cannot
-honour stands in `UNSUPPORTED` with the values that count as absent, as null always does. Clients send such values as defaults,
-so they pass.
+Values are not converted: "1" is not an integer. An unknown field is an error. `UNSUPPORTED` lists the API's fields that this
+server cannot honour. Each has the values that clients send as defaults: these and null are accepted, and count as absent.
 
 A model with `PART_OF_A_CONVERSATION` drops its unknown fields if the validation's context has "lenient": True (`--lenient`).
 """
@@ -25,7 +24,7 @@ from fa_serve.nearest import nearest_name
 Unsupported = dict[str, tuple[Any, ...]]  # by field, the values that count as absent besides null
 NOTHING: tuple[Any, ...] = ()
 MESSAGE_LISTS = ("messages", "input")
-"""Fields whose items count as messages, unless a model has a MESSAGE_LISTS of other ones."""
+"""Fields whose items count as messages. A model may override them with a MESSAGE_LISTS of its own."""
 SAME = (
     {
         "max_token",
@@ -44,7 +43,8 @@ SAME = (
     {"repetition_penalty", "repeat_penalty"},
     {"response_format", "structured_outputs", "text", "output_config", "guided_decoding"},
 )
-"""Names that APIs have for one thing. For another API's name, the first one that a model knows is meant."""
+"""Sets of names that several APIs have for the same thing. For an unknown field in one of them, an error suggests a field of
+the model from the same set: the most similar one, else the first in alphabetical order."""
 
 
 class StrictModel(BaseModel):
@@ -52,7 +52,7 @@ class StrictModel(BaseModel):
 
     UNSUPPORTED: ClassVar[Unsupported] = {}
     PART_OF_A_CONVERSATION: ClassVar[bool] = False
-    KNOWN: ClassVar[frozenset[str]] = frozenset()  # the names of all fields in JSON, and of those in UNSUPPORTED
+    KNOWN: ClassVar[frozenset[str]] = frozenset()  # names of all fields as in JSON, those in UNSUPPORTED included
     TYPES: ClassVar[tuple[Any, ...]] = ()  # the values of the field `type`, if there is one
 
     @classmethod
@@ -62,7 +62,7 @@ class StrictModel(BaseModel):
         cls.KNOWN = frozenset(field.alias or name for name, field in cls.model_fields.items()) | cls.UNSUPPORTED.keys()
         if "type" in cls.model_fields:
             annotation = cls.model_fields["type"].annotation
-            kinds = [annotation, *get_args(annotation)]  # a Literal, or one with None
+            kinds = [annotation, *get_args(annotation)]  # a Literal, or Literal | None
             cls.TYPES = next(get_args(kind) for kind in kinds if get_origin(kind) is Literal)
 
     @model_validator(mode="before")
@@ -73,9 +73,9 @@ class StrictModel(BaseModel):
         if cls.PART_OF_A_CONVERSATION and info.context and info.context.get("lenient"):
             data = {name: value for name, value in data.items() if name in cls.KNOWN}
         if not data.keys() <= cls.KNOWN:
-            # pydantic would make an error for each of a million unknown fields, and would not say which field was meant
+            # pydantic would make one error for each of maybe a million unknown fields, and would not suggest a field
             if cls.TYPES and data.get("type", cls.TYPES[0]) not in cls.TYPES:
-                return {name: value for name, value in data.items() if name in cls.KNOWN}  # the type is what is wrong
+                return {name: value for name, value in data.items() if name in cls.KNOWN}  # the real error is the type
             unknown = next(name for name in data if name not in cls.KNOWN)
             nearest = _meant(unknown, cls.KNOWN - cls.UNSUPPORTED.keys())
             context = {"field": unknown, "nearest": nearest or ""}
@@ -95,7 +95,7 @@ class StrictModel(BaseModel):
 
 
 def _meant(unknown: str, known: Set[str]) -> str | None:
-    """The known field that was meant: another API's name for it tells more than its spelling."""
+    """The known field that was probably meant. A field that is in a set of SAME with the unknown one precedes similar names."""
     same = next((sorted(known & names) for names in SAME if unknown in names), None)
     return nearest_name(unknown, same or sorted(known)) or next(iter(same or ()), None)
 
@@ -106,7 +106,7 @@ def _same(value: Any, other: Any) -> bool:
 
 
 def known_parts(*types: str) -> WrapValidator:
-    """The type of a part of a message, which must be one of these; others are those of audio, video and files."""
+    """A validator for a part of a message, whose type must be one of these. Other types are those of audio, video and files."""
     remedy = "this server takes texts and images, so leave out audio, video and files, which are not built yet"
     if not any("image" in kind for kind in types):
         remedy = "this field takes texts alone; images may be in messages of the user and in results of tools"
@@ -134,5 +134,5 @@ def one_error(rule: str) -> WrapValidator:
 
 
 def field_error(field: str, rule: str) -> PydanticCustomError:
-    """The error of a validator that compares several fields. It names the one that the client should change."""
+    """The error of a validator that compares several fields. field: the one that the client should change"""
     return PydanticCustomError("field", "{field} {rule}", {"field": field, "rule": rule})

@@ -5,12 +5,12 @@
     template = tokenization.template(body, tools)
     found = await tokenization.encode_chat(template, body, tools, {}, client)         # tokens, text and images
 
-Threads run the tokenizer and the operator's chat template, so that a long prompt never holds up the event loop. The inputs of
-an encoder are read at once if they are short: a busy event loop gives a thread the interpreter each millisecond only, and a
-thread needs it twice for each request. Long texts have a thread to themselves, because the tokenizer needs seconds for many
-megabytes, and short ones should not wait for them. In each thread, clients take turns. A template that does not end is
-interrupted after `template_timeout` seconds. Chat templates of requests are programs of strangers: they run one at a time in
-another process, which is killed at its limits.
+Threads run the tokenizer and the operator's chat template, so that a long prompt never holds up the event loop. Short inputs of
+an encoder are an exception, and are tokenized on the event loop: a busy event loop gives a thread the interpreter only once per
+millisecond, and a thread needs it twice for each request. Long texts have a thread to themselves, because the tokenizer needs
+seconds for many megabytes, and short texts should not wait for them. In each thread, clients take turns. A template that does
+not end is interrupted after `template_timeout` seconds. Chat templates of requests are untrusted programs: they run one at a
+time in another process, which is killed if it exceeds its limits.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from .settings import Settings
 if TYPE_CHECKING:
     from fa_serve.engine import AsyncEngine
 
-# of which a chat template has to accept at least one, and to write its last text
+# a chat template must accept at least one of these conversations, and write the text of its last message
 SAMPLES: tuple[Conversation, ...] = (
     [{"role": "user", "content": PROBE}],
     [{"role": "system", "content": "Be brief."}, {"role": "user", "content": PROBE}],
@@ -63,7 +63,10 @@ MAX_TEMPLATE_LENGTH = 1 << 16  # characters of a request's chat template; the lo
 
 
 class EncodedChat(NamedTuple):
-    """What the chat template makes of a conversation. tokens: of the text, with an image token for each embedding of images"""
+    """The prompt that the chat template makes from a conversation.
+
+    tokens: the ids of the text, with one image token for each embedding of an image
+    """
 
     tokens: list[int]
     text: str
@@ -71,7 +74,7 @@ class EncodedChat(NamedTuple):
 
 
 class Tokenization:
-    """The engine's tokenizer may be used once the engine is loaded.
+    """May be used once the engine is loaded, because it uses the engine's tokenizer.
 
     chat_end: the special token with which the chat template ends a message of the assistant, if it is not one of the engine's
               end tokens; `find_chat_end` sets it
@@ -90,17 +93,17 @@ class Tokenization:
         self._template_file = settings.chat_template
         self._operators_template = read_file("chat_template", settings.chat_template) if settings.chat_template else None
         self._allow_request_template = settings.allow_request_chat_template
-        self._faults: dict[str, str] = {}  # of the model's own templates, by their texts
+        self._faults: dict[str, str] = {}  # by the text of one of the model's own templates
         self._special_tokens_in_content = settings.special_tokens_in_content
-        self._own: dict[str, Template] = {}  # the operator's and the model's, which requests do not push out
+        self._own: dict[str, Template] = {}  # by text: the operator's and the model's, kept forever
         self._parsed = lru_cache(MAX_TEMPLATES)(self._parse)
         self.chat_end: int | None = None
 
     async def check_template(self) -> None:
-        """Render the chat templates once. Raises ValueError if the operator's accepts no conversation, or does not end.
+        """Try the chat templates. Raises ValueError if the operator's template accepts no conversation, or does not end.
 
-        The model's own templates are the model's: a server for completions may do without them. A broken one gets a warning,
-        and chats that it cannot write are refused with its fault.
+        A broken template of the model itself only causes a warning, because a server for completions can do without it. Chats
+        that it cannot write are refused, and the error names its fault.
         """
         if self._operators_template is not None:
             text = self._engine.tokenizer.get_chat_template(self._operators_template, None)
@@ -117,7 +120,7 @@ class Tokenization:
                 log.warning("the model's chat template %s: chats are refused until --chat-template replaces it", fault)
 
     async def _fault(self, template: Template) -> str | None:
-        """What a template must do and does not, or None."""
+        """What a template must do and does not do, in words that follow "chat_template"; None if it works."""
 
         def work() -> str | None:
             reason = None
@@ -128,7 +131,7 @@ class Tokenization:
                     reason = reason or error.message.rstrip(".")
                 else:
                     if shows_probe(text):
-                        template.forms()  # of which the first request has no need then
+                        template.forms()  # found now, so that the first request need not wait for it
                         return None
                     done = "leaves out the text" if text.strip() else "makes nothing"
                     reason = reason or f"it {done} of a message that says {PROBE}"
@@ -142,13 +145,14 @@ class Tokenization:
 
     @property
     def writes_chats(self) -> bool:
-        """Whether there is a chat template, which is not known to be broken."""
+        """Whether there is a chat template that is not known to be broken."""
         return bool(self._operators_template or self._engine.tokenizer.chat_template) and not self._faults
 
     async def find_chat_end(self) -> None:
         """Look for the end token of the operator's chat template, or of the model's.
 
-        It is a property of the model, which has learnt to end its messages with it, so it holds with templates of requests too.
+        The token is a property of the model, which was trained to end its messages with it. So it also applies to requests with
+        their own template.
         """
         tokenizer = self._engine.tokenizer
         reader = self._engine.reader
@@ -168,7 +172,7 @@ class Tokenization:
 
     @cached_property
     def special_tokens(self) -> dict[str, int]:
-        """The ids of the tokens that are not part of a text, by their names."""
+        """The ids of the special tokens, by name."""
         tokens = self._engine.tokenizer.added_tokens_decoder
         return {token.content: token_id for token_id, token in tokens.items() if token.special}
 
@@ -178,23 +182,25 @@ class Tokenization:
 
     @cached_property
     def _trials(self) -> Trials:
-        """Of the chat templates of requests."""
+        """The process that applies the chat templates of requests."""
         assert self._engine.reader is not None
         return Trials(template_process.__file__, {"max_chars": self._engine.reader.max_chars}, self._template_limits)
 
     @cached_property
     def prompt_maker(self) -> PromptMaker:
-        """What turns images into inputs of the model. Loaded when the first image comes. Raises ParameterError without one."""
+        """Turns images into inputs of the model. It is loaded when the first image arrives. Raises ParameterError if it cannot
+        be loaded."""
         reader = self._engine.reader
         assert reader is not None
         return PromptMaker.of_model(self._engine.config, reader)
 
     def expect_images(self) -> None:
-        """The model takes images: start what decodes them in the background. The first image would wait for seconds."""
+        """Start the process that decodes images in the background, because the model takes images. Otherwise the first image
+        would wait for seconds."""
         self._loader.start()
 
     def close(self) -> None:
-        """End what runs in another process."""
+        """End the processes that decode images and apply chat templates."""
         self._loader.close()
         if "_trials" in vars(self):
             self._trials.close()
@@ -204,14 +210,14 @@ class Tokenization:
         return TokenTexts(self._engine.tokenizer)
 
     def _thread_for(self, length: int) -> DeadlineThread:
-        """The thread for a text of so many characters, or for so many tokens."""
+        """The thread for a text of this many characters, or for this many tokens."""
         return self._short if length <= LONG_TEXT else self._long
 
     async def encode(self, prompts: Sequence[str | list[int]], client: str | None, special: bool = True) -> list[list[int]]:
         """Prompts as token ids.
 
         client:  whose prompts they are
-        special: texts get the special tokens that the tokenizer adds to plain text
+        special: whether texts get the special tokens that the tokenizer adds to plain text
         """
         given = [prompt for prompt in prompts if not isinstance(prompt, str)]
         if len(given) == len(prompts):
@@ -238,9 +244,11 @@ class Tokenization:
         prompt: str = "",
         cuts: bool = False,
     ) -> EncoderInputs:
-        """The inputs of an encoder. field: the request's field, for errors; prompt, cuts: as in `InputReader.read`
+        """Texts and token ids as inputs of an encoder. Raises BadRequest.
 
-        Raises BadRequest.
+        field:  the request's field that holds the inputs, for errors
+        prompt: as in `InputReader.read`
+        cuts:   whether inputs that are too long are cut: `truncate` of `InputReader.read`
         """
         reader = self._engine.inputs
         assert reader is not None
@@ -260,7 +268,9 @@ class Tokenization:
         return await self._thread_for(length).run(work, client)
 
     def template(self, body: ChatRequest | TokenizeRequest, tools: Sequence[Tool]) -> Template:
-        """The request's chat template if the server allows that, else the operator's, else the model's."""
+        """The chat template for a request: its own, else the operator's, else the model's. Raises BadRequest if there is none,
+        and for a template of the request that the server does not allow or that is too long.
+        """
         if body.chat_template is not None and not self._allow_request_template:
             raise BadRequest(
                 "chat_template must be null: this server does not allow chat templates in requests.", param="chat_template"
@@ -273,7 +283,7 @@ class Tokenization:
             # a model may have a second template, which is for requests with tools
             text = self._engine.tokenizer.get_chat_template(given, [{}] if tools else None)
         except ValueError:
-            if isinstance(body, TokenizeRequest):  # also of an encoder, which has no completions
+            if isinstance(body, TokenizeRequest):  # the model may be an encoder, without completions
                 raise BadRequest("This model has no chat template. Give a prompt instead.", param="messages") from None
             raise BadRequest("This model has no chat template. Use /v1/completions instead.", param="messages") from None
         return self._own_template(text) if body.chat_template is None else self._parsed(text)
@@ -288,7 +298,8 @@ class Tokenization:
         return Template(self._engine.tokenizer, text, self._engine.reader, self._faults.get(text))
 
     async def read_template(self, template: Template, body: ChatRequest | TokenizeRequest, client: str | None) -> None:
-        """Let `template.reads` be quick. The operator's template and the model's are read once for all requests."""
+        """Analyse the template of a request in a thread, so that `template.reads` is quick afterwards. The operator's template
+        and the model's need no thread, because they are analysed only once for all requests."""
         if body.chat_template is not None:
             await self._request_templates.run(lambda: template.names, client)
 
@@ -301,7 +312,10 @@ class Tokenization:
         client: str | None,
         salt: str | None = None,
     ) -> EncodedChat:
-        """The prompt that the chat template makes of a conversation. salt: of the images, as `Isolation.cache_salt` gives it"""
+        """The prompt that the chat template makes from a conversation. Raises ApiError.
+
+        salt: the result of `Isolation.cache_salt`, for the images
+        """
         given_messages = body.messages or ()
         found = body.request_images(given_messages)
         trial = self._trials.trial() if body.chat_template is not None else None
@@ -336,7 +350,7 @@ class Tokenization:
                 made = maker.prompt(prompt.text, images, special_tokens=False, plain=prompt.plain)
             except ParameterError as error:
                 raise parameter_refused(error, "messages") from None
-            except MemoryError:  # of pictures that this process works on, because no other one can
+            except MemoryError:  # when this process has to process pictures, because no other one can
                 reason = "there is no memory for the images of this request"
                 raise Unavailable(f"The server is not ready: {reason}.", retry_after=RETRY_SECONDS) from None
             return EncodedChat(list(made.tokens), prompt.text, made.images)
@@ -353,28 +367,28 @@ class Tokenization:
     async def _apply_template(
         self, work: Callable[[Trial | None], T], client: str | None, trial: Trial | None, length: int
     ) -> T:
-        """Let a function apply a chat template, within its limits.
+        """Run a function that applies a chat template, within its limits. Raises BadRequest, or Unavailable.
 
-        trial:  where the template of a request runs; None for the operator's and the model's
-        length: of the conversation, in characters
+        trial:  the work in another process for the template of a request; None for the operator's template and the model's
+        length: characters of the conversation
         """
         if trial is not None:
             try:
                 return await self._request_templates.run(lambda: work(trial), client, trial=trial)
             except TrialError as error:
-                text = f"chat_template must {error}."  # "end within ...", as TrialLimits has it
+                text = f"chat_template must {error}."  # the error is "end within ..." (TrialLimits)
                 raise BadRequest(text, param="chat_template", code="invalid_value") from None
             except (Cancelled, TrialProcessError) as error:
                 raise trials_failed(error) from None
         try:
             return await self._thread_for(length).run(lambda: work(None), client, self._template_timeout)
-        except asyncio.TimeoutError:  # python 3.10 has two kinds
+        except asyncio.TimeoutError:  # in Python 3.10, this is not the built-in TimeoutError
             seconds = f"{self._template_timeout:g} seconds (--template-timeout)"
             text = f"The chat template must end within {seconds} for this conversation, got one that takes longer."
             raise BadRequest(text, param="messages", code="invalid_value") from None
 
     async def _find_maker(self, first: RequestImage, client: str | None) -> PromptMaker:
-        """`prompt_maker`, or BadRequest at the first image of the request."""
+        """Return `prompt_maker`. Raises BadRequest, which names the first image of the request."""
         try:
             return await self._processing.run(lambda: self.prompt_maker, client)
         except ParameterError as error:
@@ -389,7 +403,7 @@ class Tokenization:
         client: str | None,
         trial: Trial | None,
     ) -> None:
-        """Raise BadRequest at the first image in a result of a tool if the chat template writes none."""
+        """Raise BadRequest, which names the first image in a tool result, if the chat template does not write such images."""
         first = next((image for image in images if image.is_of_tool), None)
         if first is None:
             return
@@ -413,7 +427,8 @@ class Tokenization:
         return await self._thread_for(len(token_ids)).run(work, client)
 
     def info(self) -> dict[str, Any]:
-        """The tokenizer's configuration, without names of files and without objects that are no JSON."""
+        """The tokenizer's configuration and chat template, without the fields for files, paths, folders and objects. Other
+        values that JSON cannot express become strings."""
         tokenizer = self._engine.tokenizer
         config = {
             name: value
@@ -457,7 +472,7 @@ class Tokenization:
         return await self._thread_for(len(token_ids)).run(work, client)
 
     async def _decoded(self, token_ids: list[int], client: str | None) -> tuple[str | None, int, int]:
-        """The text, the largest of these ids, and the largest that has a text. There is no text if the former is larger."""
+        """The text, the largest of these ids, and the largest id that has a text. The text is None if one of these has none."""
         tokenizer = self._engine.tokenizer
 
         def work() -> tuple[str | None, int, int]:

@@ -3,8 +3,8 @@
     answer = CompletionAnswer(body, service, key)
     reply = await answer.whole()                     # or: async for chunk in answer.chunks()
 
-`Answer` runs the sequences and counts tokens. Its two children, CompletionAnswer and ChatAnswer, know what a choice looks
-like. Connections are in streaming.py, and the engine's errors in generation.py.
+`Answer` runs the sequences and counts tokens. Its subclasses CompletionAnswer and ChatAnswer know what a choice looks like.
+streaming.py handles the connections, and generation.py turns the engine's errors into HTTP errors.
 """
 
 from __future__ import annotations
@@ -36,23 +36,23 @@ from .params import AnswerParams, sampling_params
 from .size import SMALL, SMALL_TEXT, TEXT, AnswerSize, json_slices, written_in_steps
 
 MAX_BEAM_TOKENS = 1024
-"""Tokens of an answer of a beam search, whose steps cost the server more than those of other requests."""
+"""The most tokens of an answer with beam search, whose steps cost the server more than those of other requests."""
 MAX_BEAM_PROMPTS = 32768
-"""Tokens that a step of a beam search sends to the engine: those of the prompt, for each beam."""
+"""The most prompt tokens that a step of a beam search sends to the engine. Each beam sends the whole prompt."""
 # the fields that make an answer larger than its text
 SIZE_FIELDS = ("n", "best_of", "prompt_logprobs", "logprobs", "top_logprobs", "echo", "return_token_ids", "max_tokens")
 
 
 class Answer(ABC):
-    """One request.
+    """The answer to one request.
 
     kind, chunk_kind: OpenAI's "object" of a plain reply and of a chunk
     prefix:           the beginning of the reply's id
-    event_begin:      what stands before each chunk in a stream of server-sent events
-    stream_end:       what stands after the last event
-    timeline:         where the request's time goes; None if nobody asks
+    event_begin:      the bytes before each chunk in a stream of server-sent events
+    stream_end:       the bytes after the last event
+    timeline:         records where the request's time goes; None unless --log-slow or traces are on
     _prompt_field:    the request's field with the prompt
-    _clips:           a `max_tokens` that does not fit behind the prompt is lowered instead of refused
+    _clips:           whether a `max_tokens` that does not fit after the prompt is lowered instead of refused
     """
 
     kind: str
@@ -76,7 +76,7 @@ class Answer(ABC):
         self._constraint = single_constraint(self._constraints())
         self._prompts: list[list[int]] = []
         self._images: Sequence[ImageInput] = ()
-        self._size_estimate = 0  # bytes, known when the prompts are
+        self._size_estimate = 0  # bytes; known once the prompts are known
         self._usage: Usage = {
             "prompt_tokens": 0,
             "completion_tokens": 0,
@@ -91,7 +91,7 @@ class Answer(ABC):
         }
 
     async def whole(self) -> bytes:
-        """The plain reply as JSON. A large one is made beside the event loop, in small steps."""
+        """The plain reply as JSON. A thread makes a large reply in small steps, so that it does not hold up the event loop."""
         sums: dict[int, RequestOutput] = {}
         async with aclosing(self._outputs()) as outputs:
             async for index, output in outputs:
@@ -99,7 +99,7 @@ class Answer(ABC):
                     sums[index].absorb(output)
                 else:
                     sums[index] = output
-        text = sum(len(output.text) for output in sums.values())  # which may have more than TEXT characters for a token
+        text = sum(len(output.text) for output in sums.values())  # a token may have more than TEXT characters
         if self._size_estimate <= SMALL and text <= SMALL_TEXT:
             return to_json(self._reply(sums))
         with self._service.hold_bytes(self._size_estimate):
@@ -202,9 +202,10 @@ class Answer(ABC):
         return prompt[:kept] if self._body.truncation_side == "right" else prompt[-kept:]
 
     def _within_size(self, all_params: list[SamplingParams], sequences_per_prompt: int) -> list[SamplingParams]:
-        """Estimate the answer's size. Raises BadRequest above the limit. A `max_tokens` that is not given keeps below it.
+        """Estimate the answer's size. Raises BadRequest above the limit.
 
-        A stream sends what is generated at once, so that only the prompts' part of its answer counts.
+        If the request has no `max_tokens`, its default is lowered until the answer stays below the limit. A stream sends each
+        token as it is generated, so only the part of its answer that depends on the prompts counts.
         """
         size = self._size()
         limit = self._service.settings.max_answer_bytes
@@ -222,7 +223,7 @@ class Answer(ABC):
         return all_params
 
     def _estimate(self, size: int) -> None:
-        """The answer will have about `size` bytes. Raises BadRequest above the limit."""
+        """Record that the answer will have about `size` bytes. Raises BadRequest above the limit."""
         self._size_estimate = size
         if size <= self._service.settings.max_answer_bytes:
             return
@@ -231,7 +232,7 @@ class Answer(ABC):
         self._service.require_size(size, cause, [self._prompt_field, *fields])
 
     def _size(self) -> AnswerSize:
-        """The bytes of the answer's fields for each token. Subclasses add what they write in another way."""
+        """The bytes per token of the fields that all answers have. Subclasses add the fields that they write themselves."""
         ids = TEXT if self._body.return_token_ids else 0
         return AnswerSize(per_prompt_token=ids, once=0, per_token=ids)
 
@@ -266,7 +267,7 @@ class Answer(ABC):
             usage["prompt_tokens_details"]["cached_tokens"] += output.num_cached_tokens
 
     def _all_params(self) -> list[SamplingParams]:
-        """The parameters of each prompt. They differ in the number of tokens; all else is made and validated once."""
+        """The parameters of each prompt. Only their `max_tokens` differ, so everything else is made and validated once."""
         limits = [self._token_limit(prompt) for prompt in self._prompts]
         params = AnswerParams(
             max_tokens=min(limits),
@@ -302,9 +303,9 @@ class Answer(ABC):
         return wanted or min(self._default_max_tokens(room), default.max_tokens or room)
 
     def _check_beams(self, num_tokens: int, max_tokens: int | None) -> None:
-        """Refuse what a search cannot have. Each of its steps sends the prompt once for each beam.
+        """Raise BadRequest for what a beam search does not allow. Each step of the search sends the whole prompt for each beam.
 
-        num_tokens: of the prompt
+        num_tokens: the length of the prompt
         """
         if self._constraint is not None:
             field = self._constraint.field
@@ -337,7 +338,7 @@ class Answer(ABC):
 
     @abstractmethod
     def _num_prompts(self) -> int:
-        """How many prompts the request has. It is asked before anything costly is done with them."""
+        """The number of prompts of the request. Called before any costly work on the prompts."""
 
     @abstractmethod
     async def _encode(self) -> list[list[int]]:
@@ -369,7 +370,7 @@ class Answer(ABC):
 
     @abstractmethod
     def _with_prompt_logprobs(self, reply: dict[str, Any], sums: dict[int, RequestOutput]) -> dict[str, Any]:
-        """The reply with the prompts' log-probabilities. vLLM has them in each choice of a completion, and once in a chat."""
+        """Add the prompts' log-probabilities, where vLLM has them: in each choice of a completion, and once in a chat."""
 
     @abstractmethod
     def _increment(self, index: int, output: RequestOutput) -> dict[str, Any]:
@@ -390,7 +391,7 @@ class Answer(ABC):
 
 
 def _each_limited(params: SamplingParams, limits: list[int]) -> list[SamplingParams]:
-    """The parameters with each of these `max_tokens`. Raises BadRequest if one is below min_tokens."""
+    """Copies of the parameters, one for each of these `max_tokens`. Raises BadRequest if a limit is below min_tokens."""
     try:
         return [params.with_numbers(max_tokens=limit) for limit in limits]
     except ParameterError as error:

@@ -3,14 +3,15 @@
     async for index, output in beams_of_prompt(service, job, 0, prompt, params, length_penalty=1.0): ...
 
 Each step asks the engine for one more token after every beam, with the log-probabilities of the 2 n most likely tokens. With
-one end token, at least n of these continue the beam. With several end tokens, fewer beams may be left. What a beam has in
-common with others is in the engine's prefix cache, so a step computes less than a page of tokens for each beam. Beams that end
-are kept beside those that go on. The search ends when no beam can become better than the n best that have ended, so it finds
-what it would find at max_tokens.
+one end token, at least n of these continue the beam. With several end tokens, fewer beams may be left. The engine's prefix
+cache holds the tokens that beams share, so a step computes less than a page of tokens for each beam. Beams that have ended are
+kept in addition to the live ones. The search ends when no live beam can become better than the n best ended beams, so its
+result is the same as if it went on to max_tokens.
 
-The score of an answer is its log-probability by the number of its tokens, the end token included, to the power of the length
-penalty, as in section 7 of "Google's Neural Machine Translation System" (Wu et al., 2016) without the constant there. Left
-out: which other fields of a request are allowed (schemas.py), and the limits of a search (answer.py).
+The score of an answer is its log-probability divided by its length to the power of the length penalty, where the length is the
+number of tokens including the end token. This is the score in section 7 of "Google's Neural Machine Translation System" (Wu et
+al., 2016) without its constant. Left out: which other fields of a request are allowed (schemas.py), and the limits of a search
+(answer.py).
 """
 
 from __future__ import annotations
@@ -31,11 +32,12 @@ from .generation import Job, engine_errors, failure, generate, merge, sequence_m
 
 @dataclass(frozen=True, slots=True)
 class Beam:
-    """A beginning of an answer, or an answer.
+    """The beginning of an answer, or a whole answer.
 
-    logprob: of all its tokens together
-    entry:   of its last token; parent: the beam without that token; both are None for the empty beam
-    ended:   its last token is an end token
+    logprob: the log-probability of all its tokens together
+    entry:   the log-probabilities at its last token; None for the empty beam
+    parent:  the beam without its last token; None for the empty beam
+    ended:   whether its last token is an end token
     """
 
     tokens: list[int]
@@ -55,10 +57,10 @@ class Beam:
 
 
 class Search:
-    """The beams that go on, `live`, and the best that have ended. It knows no engine.
+    """The live beams, and the best beams that have ended. It does not use the engine.
 
-    width:      how many of each are kept
-    max_tokens: of an answer
+    width:      how many live and how many ended beams are kept
+    max_tokens: the most tokens of an answer
     num_shown:  how many of the most likely tokens an entry keeps
     """
 
@@ -72,14 +74,14 @@ class Search:
         self._ended: list[Beam] = []
 
     def step(self, entries: Sequence[TokenLogprob]) -> None:
-        """Go on with what comes after each live beam, in their order."""
+        """Extend the beams by one token. entries: the log-probabilities after each live beam, in the order of `live`"""
         found = [
             (live.logprob + logprob, live, entry, token, logprob)
             for live, entry in zip(self.live, entries, strict=True)
             for token, logprob in entry.top[: 2 * self._width]
             if logprob > float("-inf")
         ]
-        # beams are made for the best tokens only, because each copies the tokens before it
+        # beams are made only for the best tokens, because each new beam copies the tokens before it
         ends = nlargest(self._width, (each for each in found if each[3] in self._end_ids), key=itemgetter(0))
         rest = nlargest(self._width, (each for each in found if each[3] not in self._end_ids), key=itemgetter(0))
         self._ended = self._best([*self._ended, *(self._extended(*each) for each in ends)])
@@ -90,17 +92,17 @@ class Search:
         return Beam([*parent.tokens, token], total, kept, parent, ended=token in self._end_ids)
 
     def is_over(self) -> bool:
-        """Whether nothing that the live beams could still become would be among the best."""
+        """Whether no live beam can still become one of the best answers."""
         if not self.live or len(self.live[0].tokens) >= self._max_tokens:
             return True
         if len(self._ended) < self._width:
             return False
-        # log-probabilities only fall; a positive penalty is kindest to the longest answer, a negative one to the shortest
+        # more tokens only lower the log-probability; a positive penalty favours the longest answer, a negative one the shortest
         length = self._max_tokens if self._length_penalty > 0 else len(self.live[0].tokens) + 1
         return self._score(self.live[0].logprob, length) <= self._score_of(self._ended[-1])
 
     def best(self) -> list[Beam]:
-        """The best answers, the best one first. Beams that have not ended are answers at max_tokens only."""
+        """The best answers, the best one first. A beam that has not ended is an answer only at max_tokens."""
         return self._best([*self._ended, *(beam for beam in self.live if len(beam.tokens) >= self._max_tokens)])
 
     def _best(self, beams: list[Beam]) -> list[Beam]:
@@ -116,7 +118,7 @@ class Search:
 async def beams_of_prompt(
     service: Service, job: Job, number: int, prompt: list[int], params: SamplingParams, length_penalty: float
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """The `n` best answers to prompt `number`, each as one output, by index. Raises as `sequences_of_prompt` does."""
+    """Yield (index, output) for the `n` best answers to prompt `number`. Raises ApiError as `sequences_of_prompt` does."""
     assert params.max_tokens is not None
     end_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else service.engine.eos_ids)
     num_shown = params.logprobs or 0
@@ -188,7 +190,7 @@ async def beams_of_prompt(
 async def _next(
     service: Service, job: Job, name: str, index: int, tokens: list[int], params: SamplingParams
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """The output with what comes after these tokens, with the index of the beam."""
+    """The index of the beam, and the output with the token that follows the beam's tokens."""
     with engine_errors(service, job):
         async with aclosing(generate(service, job, name, tokens, params)) as outputs:
             async for output in outputs:
@@ -199,7 +201,7 @@ async def _next(
 
 
 def _times_of_all(first: RequestOutput | None, last: RequestOutput | None) -> SequenceTimes | None:
-    """The times of a search: those of its first token, and all the rest as decoding."""
+    """The times of a search: those up to its first token, and everything after that as decoding."""
     if first is None or last is None or first.times is None or last.times is None:
         return None
     until = max(first.times.until, last.times.until)

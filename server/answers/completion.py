@@ -53,7 +53,7 @@ class CompletionAnswer(Answer):
         return AnswerSize(per_prompt_token=ids + echoed + prompt_scores, once=0, per_token=ids + scored)
 
     def _max_tokens(self) -> int | None:
-        """The engine computes at least one token, which `_sequences` takes away where none was asked for."""
+        """1 instead of 0, because the engine computes at least one token; `_sequences` removes this token again."""
         return 1 if self._body.max_tokens == 0 else self._body.max_tokens
 
     def _sequences(
@@ -99,7 +99,7 @@ class CompletionAnswer(Answer):
         return for_completion(texts, token_ids, entries, offsets, self._body.logprobs, as_ids)
 
     def _with_prompt_logprobs(self, reply: dict[str, Any], sums: dict[int, RequestOutput]) -> dict[str, Any]:
-        by_prompt: dict[int, PromptLogprobs] = {}  # the sequences of a prompt have the same
+        by_prompt: dict[int, PromptLogprobs] = {}  # all sequences of a prompt have the same log-probabilities for it
         for choice in reply["choices"]:
             number = choice["index"] // self._n
             if number not in by_prompt:
@@ -115,7 +115,7 @@ class CompletionAnswer(Answer):
 async def _without_answers(
     sequences: AsyncGenerator[tuple[int, RequestOutput], None],
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """Outputs that have no token and end at the limit of 0 tokens."""
+    """The same outputs without their tokens, as if the limit were 0 tokens."""
     async with aclosing(sequences) as outputs:
         async for index, output in outputs:
             output.text = ""

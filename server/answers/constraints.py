@@ -1,8 +1,8 @@
-"""The structured output that a request asks for. Several fields can ask for one, but only one of them may.
+"""The structured output that a request asks for. Several fields can ask for one, but a request may use only one of them.
 
     constraint = single_constraint(guided_constraints(body))
 
-`guided_constraints` reads the fields that completions and chats share; chat/chat_answer.py adds those of chats.
+`guided_constraints` reads the fields that completions and chats share; chat/answer.py adds the fields that only chats have.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..schemas import SamplingRequest
 
 @dataclass(frozen=True)
 class Constraint:
-    """field: the request's field that asks for the output; output: what the answer must be"""
+    """field: the request's field that asks for the output; output: the form that the answer must have"""
 
     field: str
     output: StructuredOutput

@@ -54,12 +54,12 @@ STRUCTURED_FIELDS = {"structured", *(field.name for field in fields(StructuredOu
 
 @dataclass(frozen=True)
 class RequestFields:
-    """The request's fields that the engine's parameters were made from, for errors.
+    """Tells which field of the request a parameter of the engine was made from, so that errors name the request's fields.
 
     names:      all fields of the request
     prompt:     the field with the prompt
     constraint: the field that asks for a structured output, or None
-    narrows:    other fields also restrict which tokens may be generated
+    narrows:    whether other fields also restrict which tokens may be generated
     """
 
     names: frozenset[str]
@@ -80,12 +80,11 @@ class Job:
     """What the sequences of one request share.
 
     name:     the request's id, unique on this server
-    priority: as the engine takes it
-    arrival:  when the request came, on time.perf_counter's clock
-    n:        sequences for each prompt
-    client, cache_salt, adapter: as the engine takes them
-    timeline: where its time goes; None if nobody asks
-    images:   of the prompt, of which there is one then
+    arrival:  when the request arrived, on time.perf_counter's clock
+    n:        the number of sequences for each prompt
+    priority, client, cache_salt, adapter: passed to the engine unchanged
+    timeline: records where the request's time goes; None unless --log-slow or traces are on
+    images:   the images of the prompt; a request with images has only one prompt
     """
 
     name: str
@@ -103,9 +102,10 @@ class Job:
 async def sequences_of_prompt(
     service: Service, job: Job, number: int, prompt: list[int], params: SamplingParams
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
-    """What the `n` sequences of prompt `number` gain, by index. Raises ApiError if the engine refuses or fails.
+    """Yield (index, output) for each output of the `n` sequences of prompt `number`.
 
-    If the log-probabilities of the prompt are asked for, every output carries them, so outputs are held back until they come.
+    If the request asks for log-probabilities of the prompt, every output carries them, so outputs are held back until the
+    engine has sent them. Raises ApiError if the engine refuses or fails.
     """
     if job.adapter is not None:
         await service.adapters.require(job.adapter)
@@ -148,14 +148,14 @@ async def sequences_of_prompt(
 
 
 def sequence_metrics(service: Service, job: Job) -> SequenceMetrics:
-    """Of one of the job's sequences. Its adapter is loaded."""
+    """The metrics of one of the job's sequences. The job's adapter must be loaded."""
     return SequenceMetrics(service.metrics, service.model_name, job.arrival, job.adapter)
 
 
 def generate(
     service: Service, job: Job, name: str, prompt: list[int], params: SamplingParams
 ) -> AsyncGenerator[RequestOutput, None]:
-    """What the engine makes of one prompt of a job. name: unique within the job"""
+    """The engine's outputs for one prompt of a job. name: unique within the job"""
     return service.engine.generate(
         prompt,
         params,
@@ -170,11 +170,11 @@ def generate(
 
 @contextmanager
 def engine_errors(service: Service, job: Job) -> Iterator[None]:
-    """Inside, the exceptions with which the engine refuses a request are ApiErrors."""
+    """Inside this context, the exceptions with which the engine refuses a request become ApiErrors."""
     try:
         yield
     except ParameterError as error:
-        if error.field == "adapter":  # it was unloaded after the request had come
+        if error.field == "adapter":  # it was unloaded after the request had arrived
             raise NotFound(f"The model {job.adapter!r} was unloaded.", param="model", code="model_not_found") from None
         raise parameter_refused(error, job.fields.of(error.field)) from None
     except QueueFullError:
@@ -188,9 +188,12 @@ def engine_errors(service: Service, job: Job) -> Iterator[None]:
 
 
 def failure(service: Service, job: Job, output: RequestOutput) -> ApiError:
-    """The HTTP error for a sequence that the engine has ended early. The engine's message may show internals: it is logged."""
+    """The HTTP error for a sequence that the engine has ended early.
+
+    The engine's message may show internals, so it goes to the log and, except for that of an image, not to the client.
+    """
     if output.finish_reason == "abort":
-        # beside a shutdown, only /pause ends sequences in flight
+        # apart from a shutdown, only /pause aborts sequences in flight
         cause = "the server is shutting down" if service.draining else "the operator has paused the server"
         return Unavailable(f"The request was aborted: {cause}.", retry_after=RETRY_SECONDS)
     error = output.error or RequestError("step_failed", "the engine gave no reason")
@@ -206,7 +209,7 @@ def failure(service: Service, job: Job, output: RequestOutput) -> ApiError:
         return BadRequest(message, param=fields.constraint)
     if error.code == "adapter_failed":
         return Unavailable(f"The model {job.adapter!r} cannot be loaded.")
-    if error.code == "image_failed":  # the device may have had no room for it, so the client need not be wrong
+    if error.code == "image_failed":  # perhaps the device had no memory for it, so this may not be the client's fault
         return EngineFailed(f"An image could not be used: {error.message}.")
     if error.code == "grammar" and fields.constraint is not None:
         message = f"{fields.constraint} must be simpler: following it took more states, or more time, than the server allows."
@@ -215,7 +218,7 @@ def failure(service: Service, job: Job, output: RequestOutput) -> ApiError:
 
 
 def merge(iterators: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
-    """The items of all iterators in the order in which they come. The first error ends it. Closing it closes them all."""
+    """The items of all iterators as they arrive. The first error ends the iteration. Closing it closes all iterators."""
     return iterators[0] if len(iterators) == 1 else _merge(iterators)
 
 

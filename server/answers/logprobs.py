@@ -1,7 +1,7 @@
 """Log-probabilities in the shapes of OpenAI and vLLM, and the texts of single tokens.
 
 A token may be a part of a character, and then it is not valid text. In a reply, `token` shows it with replacement characters,
-and `bytes` has it exactly.
+and `bytes` has its exact bytes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fa_serve.engine import TokenLogprob
 from ..replies import ChatLogprob, CompletionLogprobs, PromptLogprob, PromptLogprobs, TopLogprob
 
 LOWEST = -9999.0  # stands for minus infinity, which JSON does not have; other servers use the same number
-MAX_TEXTS = 1 << 18  # tokens whose bytes are remembered: more than vocabularies have
+MAX_TEXTS = 1 << 18  # tokens whose bytes are cached: more than any vocabulary has
 BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
@@ -29,7 +29,7 @@ def _byte_alphabet() -> dict[str, int]:
 
 
 class TokenTexts:
-    """The bytes of single tokens. They are remembered, because the same tokens come again and again."""
+    """The bytes of single tokens. They are cached, because the same tokens occur again and again."""
 
     ALPHABET = _byte_alphabet()
 
@@ -59,8 +59,10 @@ class TokenTexts:
 
 
 class TextOffsets:
-    """Where the tokens of a choice begin in its text, one after the other. A token that goes on with a character begins where
-    that character does."""
+    """Where the tokens of a choice begin in its text. Call `of` once for each token, in order.
+
+    A token that continues a character begins where that character begins.
+    """
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -71,13 +73,13 @@ class TextOffsets:
         incomplete = self._decoder.getstate()[0]
         text = self._decoder.decode(data)
         is_new = text.startswith("\ufffd") and not (incomplete + data).startswith("\ufffd".encode())
-        begin = self._end + bool(incomplete and is_new)  # what was incomplete is not gone on with
+        begin = self._end + bool(incomplete and is_new)  # this token does not continue the incomplete character
         self._end += len(text)
         return begin
 
 
 def for_chat(texts: TokenTexts, logprobs: Sequence[TokenLogprob], as_ids: bool) -> list[ChatLogprob]:
-    """OpenAI's shape for chats. `as_ids`: `token` names the token by its id, as vLLM does, and `bytes` stay its text."""
+    """OpenAI's shape for chats. as_ids: `token` is the token's id (token_id:7), as in vLLM, and `bytes` is still its text"""
     return [
         {
             **_top(texts, entry.token_id, entry.logprob, as_ids),
@@ -98,9 +100,9 @@ def for_completion(
     """OpenAI's shape for completions.
 
     entries: one for each of token_ids; None for the first token of a prompt, because no token comes before it
-    offsets: of the choice, which has taken the tokens before
+    offsets: the choice's offsets, which have already seen the tokens before these
     count:   how many of the most likely tokens to report besides the actual one
-    as_ids:  tokens are named by their ids, as vLLM does; the offsets stay those of their texts
+    as_ids:  whether tokens are named by their ids, as vLLM does; their offsets still refer to their texts
     """
     name = _id_name if as_ids else texts.text
     tokens = [name(token) for token in token_ids]

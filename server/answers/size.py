@@ -1,10 +1,10 @@
-"""The size of an answer, estimated before its request is admitted, and large answers written in small steps.
+"""Estimates the size of an answer before its request is admitted, and writes large answers in small steps.
 
     AnswerSize(per_prompt_token=1890, once=0, per_token=0).of_prompts(num_tokens=2000, sequences_per_prompt=128)
 
 A request of 8 kB can ask for an answer of 350 MB: 2,000 token ids as a prompt, the 20 most likely tokens at each of them, and
-128 sequences. The estimate multiplies the tokens with the bytes that the asked-for fields take for each of them in JSON. The
-bytes are means of real answers, rounded up.
+128 sequences. The estimate multiplies the number of tokens by the bytes per token that the requested fields take in JSON. These
+bytes are averages over real answers, rounded up.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Any
 from pydantic_core import to_json
 
 TEXT = 8  # bytes of a token as text or as an id
-PROMPT_LOGPROB = 90  # of one of the most likely tokens in `prompt_logprobs`
-COMPLETION_LOGPROB = 45  # of one in a completion's `logprobs`
-CHAT_LOGPROB = 90  # of one in a chat's `logprobs`
-SMALL = 1 << 16  # an answer of so many bytes is written within a millisecond
-SMALL_TEXT = 1 << 13  # characters of a text in which calls and thoughts are found within some milliseconds
+PROMPT_LOGPROB = 90  # bytes of one of the most likely tokens in `prompt_logprobs`
+COMPLETION_LOGPROB = 45  # bytes of one of the most likely tokens in a completion's `logprobs`
+CHAT_LOGPROB = 90  # bytes of one of the most likely tokens in a chat's `logprobs`
+SMALL = 1 << 16  # an answer of this many bytes is written within a millisecond
+SMALL_TEXT = 1 << 13  # characters of a text in which calls and thoughts are found within a few milliseconds
 SLICES_PER_PAUSE = 8
 PAUSE_SECONDS = 0.001
 SLICE = 32  # items of a list that are written in one go
@@ -48,7 +48,7 @@ class AnswerSize:
 
 
 def written_in_steps(value: Any) -> bytes:
-    """The value as JSON. Pauses let the other threads have the interpreter, among them an engine in this process."""
+    """The value as JSON. Pauses give the interpreter to other threads, such as that of an engine in this process."""
     slices = []
     for number, piece in enumerate(json_slices(value), start=1):
         slices.append(piece)
@@ -79,7 +79,7 @@ def json_slices(value: Any) -> Iterator[bytes]:
 
 
 def _is_large(value: Any) -> bool:
-    """A dict or list with a list of more than SLICE items inside."""
+    """Whether the value is a list of more than SLICE items, or contains one."""
     if isinstance(value, dict):
         return any(map(_is_large, value.values()))
     return isinstance(value, list) and (len(value) > SLICE or any(map(_is_large, value)))

@@ -3,14 +3,14 @@
 `attend` runs the work of one request while a client waits for it. If the client disconnects or the time is up, the work is
 cancelled, which aborts its sequences in the engine. Starlette does this for streams only, and only after their first byte.
 
-`WholeReply` is a plain reply, which is sent in parts, so that a client that does not read a large one is noticed.
+`WholeReply` sends a plain reply in parts, so that it notices a client that does not read a large reply.
 
 `EventStream` writes server-sent events under the same watch. Its headers wait for the first event, so a request that fails
 before its first token gets the status of its error. A later failure becomes an error event, as OpenAI's clients expect. A
 client that does not read its stream holds up no other client: the engine's outputs are merged meanwhile, and the client is cut
 off after `send_timeout`.
 
-An event passes here for each token, so work that can be done once for each stream is not done for each event.
+The event of every token passes through here, so work that can be done once per stream is not repeated for each event.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ EVENT_HEADERS = (
     (b"x-accel-buffering", b"no"),
 )
 PART = 1 << 16  # bytes of a plain reply that are sent in one go
-WATCH_SECONDS = 0.02  # before it is watched whether the client leaves; a task for each short request would take longer
+WATCH_SECONDS = 0.02  # until a task starts to watch for a disconnect; a task for every short request would cost time
 
 
 async def attend(work: Coroutine[Any, Any, T], receive: asgi.Receive, timeout: float | None) -> T:
     """The result of the work. Raises ClientGone or TimedOut after the work has been cancelled and has ended.
 
-    The work runs in the caller's task, which is cancelled. One more task waits for the client to disconnect, from WATCH_SECONDS
-    on.
+    The work runs in the caller's task, which is cancelled. After WATCH_SECONDS, a second task starts to wait for the client to
+    disconnect.
     """
     task = asyncio.current_task()
     assert task is not None
@@ -99,7 +99,7 @@ class WatchedResponse(Response):
         self.status_code = 200
         self.background = None
         self._send_timeout = send_timeout
-        self._sending_since: float | None = None  # while a send waits for the client to read
+        self._sending_since: float | None = None  # when the send that is under way began; None without one
         self._unread = False
 
     async def _send(self, send: asgi.Send, message: asgi.Message) -> None:
@@ -108,7 +108,7 @@ class WatchedResponse(Response):
         self._sending_since = None
 
     async def _watch_sends(self, work: Coroutine[Any, Any, None]) -> None:
-        """The work, cut off if one of its sends waits for `send_timeout`. One timer watches all of them."""
+        """Run the work, and cut it off if one of its sends waits for `send_timeout`. One timer watches all sends."""
         loop = asyncio.get_running_loop()
         task = asyncio.current_task()
         assert task is not None
@@ -134,9 +134,9 @@ class WatchedResponse(Response):
 
 
 class WholeReply(WatchedResponse):
-    """The JSON that `work` makes while the client waits. A large one is held in memory until the client has read it.
+    """The JSON that `work` makes while the client waits. A large reply stays in memory until the client has read it.
 
-    hold:    counts so many bytes of large answers while its context lasts
+    hold:    returns a context inside which this many bytes count as held by large answers
     timeout: seconds that the work may take, or None
     """
 

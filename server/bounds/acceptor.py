@@ -1,13 +1,14 @@
-"""Connections are taken from the kernel's queue in turns with everything else, and their clients take turns.
+"""Takes connections from the kernel's queue in short turns, between the event loop's other work. Clients take turns as well.
 
-    acceptor = Acceptor(listener, make_protocol, table, client_of)      # in place of `loop.create_server`
+    acceptor = Acceptor(listener, make_protocol, table, client_of)      # instead of `loop.create_server`
     acceptor.start()
 
-libuv accepts until the kernel's queue is empty, and prepares each connection at once, which takes about 130 us, and up to a
-millisecond with the request that comes with it. A client that opens 1,500 silent connections at once thus stops the event loop
-for 200 ms, and one that goes on stops it for as long. Here a turn takes what the queue holds without preparing it, about 10 us
-each, and prepares a few: those of each client in turns (crowd.py). Of what exceeds the limit of connections, the oldest that
-has not sent a whole request gives way, before anything was spent on it, as an open connection does that has not (protocol.py).
+libuv accepts connections until the kernel's queue is empty, and prepares each one at once. This takes about 130 us, or up to a
+millisecond with the request that arrives with the connection. A client that opens 1,500 silent connections at once thus stops
+the event loop for 200 ms, and a client that keeps opening connections stops it for as long as it does so. Here, a turn takes
+connections from the queue without preparing them, which costs about 10 us each. It then prepares a few of them, from each
+client in turn (crowd.py). If there are more connections than the limit, the oldest one that has not sent a whole request gives
+way before anything is spent on it. Open connections without a whole request give way in the same manner (protocol.py).
 
 Left out: what an open connection may cost (protocol.py).
 """
@@ -25,26 +26,27 @@ from .crowd import Crowd
 from .protocol import ConnectionTable
 
 TAKE_SECONDS = 0.01
-"""How long a turn takes connections from the kernel's queue at most."""
+"""The longest time for which a turn takes connections from the kernel's queue."""
 TURN = 4
-"""Connections that a turn prepares: 0.5 ms, or up to 4 ms with the requests that have come with them."""
+"""Connections that a turn prepares. This takes 0.5 ms, or up to 4 ms with the requests that have arrived with them."""
 HELD = 16
-"""Connections that may be taken and not prepared in any case."""
+"""This many connections may wait to be prepared even if there is no room for them."""
 PAUSE_SECONDS = 0.001
-"""Until the next attempt after the system has refused a connection, such as for want of files. A connection that has ended
-keeps its file until the event loop has closed it, so that under a crowd the next turn has files again."""
+"""The pause until the next attempt after the system has refused a connection, for example because it has no file descriptors
+left. A connection that has ended keeps its descriptor until the event loop has closed it, so even when many clients connect
+at once there are descriptors again in the next turn."""
 LONGEST_PAUSE = 0.064
-"""What the pause doubles to while the system refuses."""
+"""The pause doubles up to this value while the system keeps refusing."""
 RESET = struct.pack("ii", 1, 0)
-"""SO_LINGER, on and 0 seconds: closing resets the connection, so that nothing of it stays in the kernel."""
+"""The value of SO_LINGER: on, 0 seconds. Closing then resets the connection, so that the kernel keeps nothing of it."""
 
 
 class Acceptor:
-    """Takes connections from `listener`, a listening socket, until `close`. Has what uvicorn asks of an asyncio.Server.
+    """Takes connections from `listener`, a listening socket, until `close`. Has what uvicorn needs of an asyncio.Server.
 
-    make_protocol: the protocol of a new connection
-    table:         how many connections there may be
-    client_of:     whose connection it is, by the bytes that it has sent and by its address
+    make_protocol: makes the protocol of a new connection
+    table:         the open connections and their limit
+    client_of:     names the client of a connection, from the bytes that it has sent and its address
     """
 
     def __init__(
@@ -65,13 +67,13 @@ class Acceptor:
         self._closed = False
 
     def start(self) -> None:
-        """Begin. Needs a running event loop."""
+        """Start taking connections. Needs a running event loop."""
         self._loop = asyncio.get_running_loop()
         self._listener.setblocking(False)
         self._loop.add_reader(self._listener, self._take)
 
     def _take(self) -> None:
-        """A turn that the kernel asks for: there are connections in its queue."""
+        """Take connections from the kernel's queue. The event loop calls this when there are connections in the queue."""
         idle = not self._crowd
         end = time.perf_counter() + TAKE_SECONDS
         while time.perf_counter() < end and self._make_room():
@@ -90,10 +92,10 @@ class Acceptor:
             self._open()
 
     def _make_room(self) -> bool:
-        """Whether one more may be taken. If there are too many, the oldest without a whole request gives way.
+        """Whether one more connection may be taken. If too many wait, the oldest without a whole request gives way.
 
-        While the server works on the request of every connection, nothing gives way, and the next turns refuse with an answer
-        those that are taken.
+        While the server works on the request of every open connection, none gives way. The connections that have been taken
+        then get a 503 when they are prepared.
         """
         if len(self._crowd) <= max(self._table.room - len(self._opening), HELD):
             return True
@@ -105,7 +107,7 @@ class Acceptor:
         return True
 
     def _open(self) -> None:
-        """A turn that prepares connections."""
+        """Prepare the next TURN connections, and go on in the next iteration of the event loop."""
         for _ in range(min(TURN, len(self._crowd))):
             task = self._loop.create_task(self._prepare(self._crowd.get()))
             self._opening.add(task)
@@ -128,7 +130,7 @@ class Acceptor:
             self._loop.add_reader(self._listener, self._take)
 
     def close(self) -> None:
-        """Take no more connections, close the listening socket, and reset those that are not prepared."""
+        """Take no more connections, close the listening socket, and reset the connections that are not yet prepared."""
         if self._closed:
             return
         self._closed = True

@@ -1,27 +1,27 @@
 """What the requests of each client have cost, and whose work is next.
 
-    queue = CostQueue()                          # of a thread; locks are its owner's
+    queue = CostQueue()                          # for one thread; its owner does the locking
     queue.put(client, job)
-    job = queue.get()                            # of the client whose work has cost least
+    job = queue.get()                            # a job of the client whose work has cost least
     queue.charge(client, seconds)
 
-    costs = Costs(metrics.delayed)               # of the event loop
+    costs = Costs(metrics.delayed)               # for the event loop
     bill = costs.open(client)                    # one for each request
     await costs.take_turn(bill, receive)         # before work on the event loop, or before the answer begins
     with costs.work(bill): ...                   # the work, which is measured
     costs.settle(bill, unpaid=True)              # the request has ended, and no other budget counts it
 
-The cost of work is the processor's time that it takes. It is charged to the client, whatever the answer is. A client is an API
+The cost of work is the processor time that it takes. It is charged to the client, whatever the answer is. A client is an API
 key or, before authentication, an address. `CostQueue` is start-time fair queueing (Goyal, Vin, Cheng 1996) over seconds, as
 fa_serve/engine/scheduler/fair_queue.py is over tokens: two clients that both wait get the same time, however many jobs one of
 them has.
 
-Work for the engine is limited by the engine's queue. Other work is *unpaid*: a request that is refused, and one that asks for
-no tokens, such as `GET /health`. A client that does not wait for anything but the next answer could keep the event loop busy
-with it. Therefore unpaid work makes debts, which fall with time. A client with a larger debt waits before its next body is
-parsed, or before its next answer if that needs no body. It also waits before each prompt of a list, which it could have sent as
-a request. No request is refused for debts, unless more than MAX_WAITING of its client wait already. These refusals are slow,
-REFUSALS_A_SECOND, or a client could ask for them without an end.
+The engine's queue limits work for the engine. All other work is *unpaid*: requests that are refused, and requests that ask for
+no tokens, such as `GET /health`. A client that sends such requests one after another could keep the event loop busy. Therefore
+unpaid work adds to the client's debt, which falls with time. A client whose debt is above FREE_SECONDS waits before its next
+body is parsed, or before its next answer begins if that needs no body. It also waits before each prompt of a list, because it
+could have sent each prompt as a request of its own. A debt delays requests and does not refuse them, unless MAX_WAITING
+requests of the client wait already. REFUSALS_A_SECOND delays such refusals, or a client could ask for them endlessly.
 """
 
 from __future__ import annotations
@@ -45,30 +45,32 @@ SHARE = 0.1
 FREE_SECONDS = 0.1
 """A client with a smaller debt does not wait."""
 MAX_CHARGE = 0.05
-"""Seconds that one request adds to a debt at most: a key may have many users, and one of them may send what takes long."""
+"""The most seconds that a request adds to a debt. A key may have many users, and one of them may send costly requests."""
 MAX_DEBT = 0.3
-"""Seconds, so that no client waits longer than (MAX_DEBT - FREE_SECONDS) / SHARE for a request that it sends alone."""
+"""The largest debt, in seconds. So no client waits longer than (MAX_DEBT - FREE_SECONDS) / SHARE for a request if it sends no
+other."""
 REQUEST_SECONDS = 0.0008
 """What a request costs besides the work that is measured: its connection, its head, its answer and its line in the log.
-Measured on a slow processor: 590 requests a second without work took 0.46 of it."""
+Measured on a slow processor: 590 requests a second without such work took 0.46 of its time."""
 SEQUENCE_SECONDS = 0.0002
 """What the event loop does for a sequence before its first token."""
 ITERATION_SECONDS = 0.002
-"""Of work in one iteration of the event loop, after which the next request takes its turn in the next iteration."""
+"""Once one iteration of the event loop has done this much work, the next request has to wait for the next iteration."""
 MAX_WAITING = 256
 """Requests of one client that may wait because of its debt. The prompts of a request that has had its turn do not count."""
 REFUSALS_A_SECOND = SHARE / REQUEST_SECONDS
-"""Of requests of one client that are refused because so many wait. They make no debts, which would keep those that wait from
-their turns, unless the client hangs up before: else it could ask without an end."""
+"""How many requests of one client are refused per second because too many wait. Such a refusal adds no debt, because that would
+delay the waiting requests further. If the client hangs up before the refusal, its request does add debt; otherwise the client
+could send such requests endlessly."""
 MAX_REFUSAL_SECONDS = 2.0
-"""How long a request waits at most until it is refused."""
+"""The longest time that a request waits for its refusal."""
 MAX_ACCOUNTS = 4096
-"""Clients that wait for nothing and whose costs are remembered."""
+"""The number of clients without waiting work whose costs are remembered."""
 
 
 @dataclass(slots=True)
 class _Account(Generic[T]):
-    """start: virtual time at which its next job may begin. finish: up to which it has been served"""
+    """start: virtual time at which its next job may begin. finish: virtual time up to which it has been served"""
 
     waiting: deque[T] = field(default_factory=deque)
     start: float = 0.0
@@ -76,19 +78,19 @@ class _Account(Generic[T]):
 
 
 class CostQueue(Generic[T]):
-    """Jobs that wait. The next one is the oldest of the client whose work has cost least since it began to wait."""
+    """Waiting jobs. The next one is the oldest job of the client whose work has cost least since that client began to wait."""
 
     def __init__(self) -> None:
         self._now = 0.0  # virtual time: the start of the newest job that was taken
         self._accounts: dict[Hashable, _Account[T]] = {}
-        self._waiting: OrderedDict[Hashable, _Account[T]] = OrderedDict()  # the client that was served last is the last
+        self._waiting: OrderedDict[Hashable, _Account[T]] = OrderedDict()  # the most recently served client is the last
 
     def __bool__(self) -> bool:
         return bool(self._waiting)
 
     @property
     def clients(self) -> Collection[Hashable]:
-        """Those that wait."""
+        """The clients that have waiting jobs."""
         return self._waiting.keys()
 
     def count(self, client: Hashable) -> int:
@@ -103,7 +105,7 @@ class CostQueue(Generic[T]):
         account.waiting.append(job)
 
     def get(self, may_go: Callable[[Hashable], bool] = lambda _: True) -> T | None:
-        """The next job of a client that `may_go`. None if there is no such client."""
+        """The next job among the clients for which `may_go` returns True. None if there is no such client."""
         able = [client for client in self._waiting if may_go(client)]
         if not able:
             return None
@@ -120,7 +122,7 @@ class CostQueue(Generic[T]):
         return job
 
     def charge(self, client: Hashable, seconds: float) -> None:
-        """Work of this client has cost so much."""
+        """Record that work of this client has cost this many seconds."""
         account = self._account(client)
         account.finish = max(account.finish, self._now) + seconds
         account.start = max(account.start, account.finish)
@@ -134,7 +136,10 @@ class CostQueue(Generic[T]):
         return account
 
     def _forget_idle(self) -> None:
-        """Drop the accounts of clients that wait for nothing and are ahead of nobody, or of all if there are none of these."""
+        """Drop the accounts of clients without waiting jobs that have not been served past the virtual time.
+
+        If there are none, drop the accounts of all clients without waiting jobs.
+        """
         accounts = self._accounts
         kept = {name: each for name, each in accounts.items() if each.waiting or each.finish > self._now}
         self._accounts = kept if len(kept) < len(accounts) else dict(self._waiting)
@@ -144,9 +149,9 @@ class CostQueue(Generic[T]):
 class Bill:
     """What one request has cost so far.
 
-    had_turn: it has waited for its client's turn
-    advance:  seconds that were added to its client's debt when it got its turn
-    refused:  it was refused because many requests of its client wait
+    had_turn: whether it has waited for its client's turn
+    advance:  seconds that were added to its client's debt in advance, when it got its turn
+    refused:  whether it was refused because too many requests of its client wait
     """
 
     client: str
@@ -158,7 +163,7 @@ class Bill:
 
 @dataclass(slots=True)
 class _Turn:
-    """What waits for a turn: a request, or the sequences of one prompt of a request that has had its own."""
+    """Something that waits for a turn: a request, or the sequences of one prompt of a request that has had its turn."""
 
     bill: Bill
     may_go: asyncio.Future[None]
@@ -166,12 +171,12 @@ class _Turn:
 
 
 BILL: ContextVar[Bill | None] = ContextVar("BILL", default=None)
-"""The bill of the request that the current task works for. Threads add to it what they have worked."""
+"""The bill of the request that the current task works for. The time that threads work for the request is added to it."""
 
 
 @dataclass(slots=True)
 class _Debt:
-    """seconds: of unpaid work, at the time `at`. usual: what the client's last unpaid request cost"""
+    """seconds: unpaid work that the client owes at the time `at`. usual: the cost of the client's last unpaid request"""
 
     seconds: float
     at: float
@@ -179,7 +184,7 @@ class _Debt:
 
 
 class Costs:
-    """The turns of the event loop. All methods are to be called there.
+    """Gives clients their turns on the event loop. Call all methods on the event loop.
 
     count_delayed: called for each request that has to wait because of a debt
     """
@@ -188,23 +193,23 @@ class Costs:
         self._count_delayed = count_delayed
         self._clock = clock
         self._queue: CostQueue[_Turn] = CostQueue()
-        self._waiting: Counter[str] = Counter()  # requests that wait because of a debt, by their clients
-        self._refused_until: dict[str, float] = {}  # when the newest refusal is answered, of clients of which requests wait
+        self._waiting: Counter[str] = Counter()  # by client: how many of its requests wait because of a debt
+        self._refused_until: dict[str, float] = {}  # by client: when its newest refusal is answered
         self._debts: dict[str, _Debt] = {}
         self._used = 0.0  # seconds of work in this iteration of the event loop
         self._timer: asyncio.Handle | None = None
 
     def open(self, client: str) -> Bill:
-        """The bill of a new request, in the context of the task that answers it."""
+        """Open the bill of a new request, and set BILL. Call this in the task that answers the request."""
         bill = Bill(client)
         BILL.set(bill)
         return bill
 
     async def take_turn(self, bill: Bill, receive: asgi.Receive) -> bool:
-        """Return True when the client's work may go on, or False when the client has left.
+        """Wait for the client's turn. Return True when the work may go on, or False when the client has left.
 
-        What is left of the request's body is dropped meanwhile. Raises TooManyRequests if many of the client's requests wait
-        already.
+        While a client with a debt waits, the rest of its request's body is dropped. Raises TooManyRequests if MAX_WAITING
+        requests of the client wait already.
         """
         bill.had_turn = True
         owes = self._wait(bill.client, self._clock()) > 0
@@ -244,7 +249,7 @@ class Costs:
         return self._refused_until[client] - now
 
     def _ask_for_turn(self, bill: Bill, *, is_prompt: bool = False) -> asyncio.Future[None] | None:
-        """What becomes done when the work may go on. None: it may go on at once."""
+        """A future that is done when the work may go on, or None if the work may go on at once."""
         client = bill.client
         if self._used < ITERATION_SECONDS and not self._queue.count(client) and not self._wait(client, self._clock()):
             return None
@@ -255,7 +260,7 @@ class Costs:
 
     @contextmanager
     def work(self, bill: Bill) -> Iterator[None]:
-        """Measures the work of a request, which must not wait for anything."""
+        """Measure the work that is done inside this context, and charge it. The work must not wait for anything."""
         begin = time.thread_time()
         try:
             yield
@@ -263,7 +268,7 @@ class Costs:
             self._charge(bill, time.thread_time() - begin)
 
     async def begin_sequences(self, count: int) -> None:
-        """Wait for the turn of the current task's client, before it begins so many sequences of one prompt."""
+        """Wait for the turn of the current task's client, before the task begins `count` sequences of one prompt."""
         bill = BILL.get()
         if bill is not None:
             turn = self._ask_for_turn(bill, is_prompt=True)
@@ -279,7 +284,7 @@ class Costs:
         self._used += seconds
 
     def settle(self, bill: Bill, unpaid: bool) -> None:
-        """The request has ended. unpaid: nothing but its bill counts what it has cost"""
+        """Settle the bill of a request that has ended. unpaid: no other budget counts what the request has cost"""
         unpaid = unpaid and not bill.refused
         if not unpaid and not bill.advance:
             return
@@ -298,7 +303,7 @@ class Costs:
         bill.advance = 0.0
 
     def _fall(self, debt: _Debt, now: float) -> None:
-        """Lower a debt by the time that has passed. Clients that wait share what may be unpaid."""
+        """Lower a debt according to the time that has passed. Waiting clients divide SHARE among themselves."""
         share = SHARE / max(len(self._queue.clients), 1)
         debt.seconds = max(debt.seconds - (now - debt.at) * share, 0.0)
         debt.at = now
@@ -317,7 +322,7 @@ class Costs:
         self._used = 0.0
 
     def _set_timer(self) -> None:
-        """Call `_release` when the first of the clients that wait may go on, in the next iteration at the earliest."""
+        """Schedule `_release` for when the first waiting client may go on, in the next iteration at the earliest."""
         if self._timer is not None:
             self._timer.cancel()
         now = self._clock()
@@ -328,8 +333,9 @@ class Costs:
     def _release(self) -> None:
         """Give the turn to one request or prompt.
 
-        What a request will cost is added to its client's debt at once, as far as that is known. If a debt is left, a prompt
-        adds what a request costs at least, for good: else a client with debts would send lists.
+        A request is expected to cost as much as its client's last unpaid one. This is added to the client's debt at once, and
+        `settle` takes it off again. While the client has a debt, a prompt adds the least that a request costs, and this is not
+        taken off: otherwise, a client with a debt would send lists of prompts.
         """
         self._timer = None
         now = self._clock()
@@ -346,7 +352,7 @@ class Costs:
             self._set_timer()
 
     def _forget_paid(self, now: float) -> None:
-        """Drop the debts that have fallen to nothing, or all if there are none of these."""
+        """Drop the debts that have fallen to zero, or all debts if none has."""
         for debt in self._debts.values():
             self._fall(debt, now)
         kept = {client: debt for client, debt in self._debts.items() if debt.seconds}
@@ -354,7 +360,7 @@ class Costs:
 
 
 async def _has_left(receive: asgi.Receive, turns: list[asyncio.Future[None]], timeout: float | None = None) -> bool:
-    """Wait for one of the turns, so many seconds, or until the client has left. Returns whether it has left without a turn."""
+    """Wait for one of the turns, for the client to leave, or for the timeout. Return whether the client left without a turn."""
     left = asyncio.ensure_future(_end_of(receive))
     try:
         done, _ = await asyncio.wait([*turns, left], timeout=timeout, return_when=asyncio.FIRST_COMPLETED)

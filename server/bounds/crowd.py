@@ -1,14 +1,14 @@
-"""Connections that are taken from the kernel and not yet prepared: whose is next, and which gives way.
+"""Connections that have been taken from the kernel and are not yet prepared: which is next, and which gives way.
 
-    crowd = Crowd(client_of)              # client_of(begin, address): whose connection it is, by the bytes that it has sent
+    crowd = Crowd(client_of)              # client_of(sent, address) names the client, from the bytes that it has sent
     crowd.put(connection, address)
     connection = crowd.get()              # the clients take turns
-    connection = crowd.drop()             # of the client that has the most
+    connection = crowd.drop()             # a connection of the client that has the most
 
-A client is a key that the server knows or, without one, an address. Each client's connections are taken from both ends in
-turns: the newest, because who has just connected then waits for a few others only, and the oldest, because nobody would come
-to an older one while more connections arrive than the server can prepare. Source: adaptive LIFO, Maurer, "Fail at Scale", ACM
-Queue 13(8), 2015.
+A client is a key that the server knows or, without such a key, an address. `get` takes the newest and the oldest connection of
+a client alternately: the newest, so that a connection that has just arrived waits for only a few others; and the oldest,
+because otherwise older connections would never be prepared while more arrive than the server can prepare. Source: adaptive
+LIFO, Maurer, "Fail at Scale", ACM Queue 13(8), 2015.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 PEEKED = 1 << 14
-"""Bytes that are looked at and stay in the kernel. A request that is larger counts as not whole."""
+"""How many bytes are read without taking them out of the kernel. A larger request counts as not whole."""
 LENGTH = re.compile(rb"\r\ncontent-length: *(\d{1,12})[ \t]*\r\n", re.IGNORECASE)
 CHUNKED = re.compile(rb"\r\ntransfer-encoding:", re.IGNORECASE)
 ESTABLISHED = 1
@@ -29,7 +29,12 @@ ESTABLISHED = 1
 
 @dataclass(slots=True)
 class _Client:
-    """connections: the oldest first. kept: those before them that are whole. newest: whether the newest is next"""
+    """The connections of one client.
+
+    connections: the oldest first
+    kept:        older connections, whose requests `Crowd.drop` has found to be whole
+    newest:      whether the newest connection is next
+    """
 
     connections: deque[socket.socket] = field(default_factory=deque)
     kept: deque[socket.socket] = field(default_factory=deque)
@@ -46,11 +51,11 @@ class _Client:
 
 
 class Crowd:
-    """client_of: the client of a connection, by what it has sent so far and by its address"""
+    """client_of: names the client of a connection, from the bytes that it has sent so far and its address"""
 
     def __init__(self, client_of: Callable[[bytes, str], str]):
         self._client_of = client_of
-        self._clients: OrderedDict[str, _Client] = OrderedDict()  # the one whose turn is next comes first
+        self._clients: OrderedDict[str, _Client] = OrderedDict()  # the client whose turn is next comes first
         self._count = 0
 
     def __len__(self) -> int:
@@ -62,7 +67,7 @@ class Crowd:
         self._count += 1
 
     def get(self) -> socket.socket:
-        """Raises StopIteration if there is none."""
+        """Take out the next connection. Raises StopIteration if there is none."""
         name = next(iter(self._clients))
         client = self._clients[name]
         connection = client.get()
@@ -74,7 +79,10 @@ class Crowd:
         return connection
 
     def drop(self) -> socket.socket | None:
-        """Take out the oldest whose request is not whole or who has left, of the client with the most connections."""
+        """Take out a connection of the client with the most: the oldest whose request is not whole or whose client has left.
+
+        None if there is no such connection.
+        """
         while self._count:
             name, client = max(self._clients.items(), key=lambda each: len(each[1].connections))
             if not client.connections:
@@ -90,7 +98,7 @@ class Crowd:
 
 
 def is_whole(sent: bytes) -> bool:
-    """Whether this is a request to its end, as far as that can be told without a parser."""
+    """Whether this is a complete request, as far as that can be told without a parser."""
     head, end, body = sent.partition(b"\r\n\r\n")
     if not end:
         return False
@@ -102,7 +110,7 @@ def is_whole(sent: bytes) -> bool:
 def _sent(connection: socket.socket) -> bytes:
     try:
         return connection.recv(PEEKED, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-    except OSError:  # nothing has come, or the client has left
+    except OSError:  # nothing has arrived, or the client has left
         return b""
 
 

@@ -1,19 +1,20 @@
-"""A thread, or several, that run functions for the event loop in turn, and can interrupt a function that takes too long.
+"""Threads that run functions for the event loop, and can interrupt a function that takes too long.
 
     thread = DeadlineThread("template")
     text = await thread.run(lambda: template.render(...), client, timeout=5.0)     # raises asyncio.TimeoutError
 
-Clients take turns by the processor's time that their functions have taken (costs.py): however many functions one of them has
-waiting, the next client waits for one of these at most. Several threads take the functions of one queue. The time is also added
-to the bill of the request. A function may let a process work for it (fa_serve/sandbox), whose time counts as its own.
+Clients take turns by the processor time that their functions have taken (costs.py): however many functions of one client wait,
+the next client waits for at most one of them. All threads take their functions from one queue. The time is also added to the
+bill of the request. A function may let a process work for it (fa_serve/sandbox); the time of that process counts as its own.
 
-Functions that wait for somebody else, such as another host, have a *lane* each of these: a lane has a part of the threads only,
-and lanes take turns, so that what waits for one slow host does not hold up what waits for another. There, clients take turns by
-the time for which their functions have held a thread, because waiting takes no time of the processor.
+Functions that wait for something else, such as another host, belong to a *lane*, one for each host. A lane may use only some
+of the threads, and lanes take turns, so that functions that wait for a slow host do not hold up those that wait for another.
+Within such a lane, clients take turns by the time for which their functions have held a thread, because waiting takes no
+processor time.
 
-Python raises an exception in another thread between two of its bytecodes, so a loop of a chat template ends in time. A single
-call into C does not end sooner. A function that nobody waits for any more is interrupted as well. The threads are daemons: they
-never keep the process alive.
+To interrupt a function, Python raises an exception in its thread between two bytecodes, so a loop in a chat template ends in
+time. A single call into C still runs to its end. A function that nobody waits for any more is interrupted as well. The threads
+are daemons: they never keep the process alive.
 """
 
 from __future__ import annotations
@@ -35,19 +36,19 @@ T = TypeVar("T")
 
 
 class _Interrupted(BaseException):
-    """Raised in the thread. It is no Exception, so that no handler of the function swallows it."""
+    """Raised in the thread to interrupt a function. It is not an Exception, so no handler in the function swallows it."""
 
 
 @dataclass(eq=False)
 class _Job:
     """One function that waits or runs.
 
-    client:    whose turn it takes
-    lane:      what it waits for, by any name
-    trial:     the work in another process, if it has any
-    began:     on time.monotonic's clock, or None
-    seconds:   of the processor, that it has taken, once it has ended
-    abandoned: nobody waits for it
+    client:    the client whose turn it takes
+    lane:      any name for what it waits for; None if it only computes
+    trial:     its work in another process, or None
+    began:     when it began, on time.monotonic's clock; None before
+    seconds:   the processor time that it took, once it has ended
+    abandoned: whether nobody waits for it any more
     """
 
     work: Callable[[], Any]
@@ -62,20 +63,20 @@ class _Job:
 
 @dataclass(slots=True)
 class _Lane:
-    """running: how many of its functions run"""
+    """running: how many functions of this lane run"""
 
     waiting: CostQueue[_Job] = field(default_factory=CostQueue)
     running: int = 0
 
 
 class _Turns:
-    """The jobs that wait. The next one is of the lane that was served least recently, of those that have fewer than `per_lane`
-    running, and there the oldest of the client whose jobs have cost least."""
+    """The waiting jobs. The next one comes from the lane that was served least recently among those with fewer than `per_lane`
+    running jobs. Within that lane, it is the oldest job of the client whose jobs have cost least."""
 
     def __init__(self, per_lane: int) -> None:
         self._per_lane = per_lane
         self._condition = threading.Condition()
-        self._lanes: dict[str | None, _Lane] = {}  # in the order of their turns; one more than the lanes that work or wait
+        self._lanes: dict[str | None, _Lane] = {}  # in the order of their turns; idle lanes are removed, except None
 
     def put(self, job: _Job) -> None:
         with self._condition:
@@ -83,7 +84,7 @@ class _Turns:
             self._condition.notify()
 
     def get(self) -> _Job:
-        """Wait for a job. `end` is to be called when it has ended."""
+        """Wait for a job and take it. Call `end` when the job has ended."""
         with self._condition:
             while True:
                 for name, lane in self._lanes.items():
@@ -106,10 +107,10 @@ class _Turns:
 
 
 class DeadlineThread:
-    """`run` is to be called on the event loop. A thread starts with each of the first calls.
+    """Call `run` on the event loop. Each of the first calls starts a thread.
 
-    count:    of the threads, and so of the functions that run at the same time
-    per_lane: of these, how many functions of one lane may be; all by default
+    count:    the number of threads, and so of functions that run at the same time
+    per_lane: how many functions of one lane may run at the same time; `count` by default
     """
 
     def __init__(self, name: str, count: int = 1, per_lane: int | None = None):
@@ -130,15 +131,15 @@ class DeadlineThread:
     ) -> T:
         """What `work` returns. Raises what it raises, or asyncio.TimeoutError `timeout` seconds after it has begun.
 
-        client: who waits for it, by any name
-        lane:   what it waits for, by any name
-        trial:  what the work runs in another process. It is cancelled in the place of an exception that is raised in the
-                midst of the work, and its processor's time counts
+        client: any name for the client that waits for it
+        lane:   any name for what it waits for
+        trial:  the part of the work that runs in another process. To interrupt the work, the trial is cancelled, and no
+                exception is raised in the thread. Its processor time counts as that of the work
         """
         loop = asyncio.get_running_loop()
         if len(self._threads) < self._count:
             thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-            thread.start()  # fails without memory, and the next call tries again
+            thread.start()  # raises if there is no memory; the next call tries again
             self._threads.append(thread)
         job = _Job(work, client, lane, trial, loop.create_future())
         self._jobs.put(job)
@@ -157,7 +158,7 @@ class DeadlineThread:
                 self._abandon(job)
             if job.began is not None and (bill := BILL.get()) is not None:
                 bill.seconds += job.seconds or time.monotonic() - job.began
-            del job  # as in _run_job
+            del job  # for the reason given in _run_job
 
     def _abandon(self, job: _Job) -> None:
         with self._lock:
@@ -175,9 +176,9 @@ class DeadlineThread:
             job = self._jobs.get()
             with suppress(_Interrupted):
                 self._run_job(job)
-            self._running.pop(job, None)  # an interrupt may have been raised before `_run_job` has done so
+            self._running.pop(job, None)  # an interrupt may have kept `_run_job` from removing it
             self._jobs.end(job)
-            del job  # as in _run_job
+            del job  # for the reason given in _run_job
 
     def _run_job(self, job: _Job) -> None:
         with self._lock:
@@ -196,14 +197,15 @@ class DeadlineThread:
             with self._lock:
                 del self._running[job]
             if job.abandoned and job.trial is None:
-                _meet_interrupt()  # it may have come too late
+                _meet_interrupt()  # the interrupt may not have been raised yet
             job.seconds = time.thread_time() - begin
             if job.trial is not None:
                 job.seconds += job.trial.seconds
         with suppress(RuntimeError):  # the event loop is closed
             job.future.get_loop().call_soon_threadsafe(_settle, job.future, value, error)
-        # An error has this frame, and its future has the error: with the job in the frame they would keep each other, and a
-        # body of many megabytes that an error is about, until the garbage is collected.
+        # The error refers to this frame through its traceback, and the job's future refers to the error. If the frame still
+        # referred to the job, this cycle would keep them all in memory until the next garbage collection, and with them
+        # perhaps a body of many megabytes.
         del job, error
 
 
@@ -221,11 +223,11 @@ def _raise_in(thread: threading.Thread, kind: type[BaseException]) -> None:
 
 
 def _meet_interrupt() -> None:
-    """Return without an exception that waits to be raised in this thread.
+    """Make sure that no interrupt is still to be raised in this thread.
 
-    One more replaces it, and is raised here. To take it back with NULL would leave Python 3.10 and 3.11 looking for an
-    exception at every call and every loop from then on, in all threads. An empty call takes 1.6 times as long then, and in 3.11
-    it never returns under a profiler or a debugger.
+    A second interrupt replaces one that is still pending, and is raised here. Cancelling the pending one with NULL would make
+    Python 3.10 and 3.11 look for an exception at every call and every loop from then on, in all threads. An empty call then
+    takes 1.6 times as long, and in 3.11 it never returns under a profiler or a debugger.
     """
     try:
         _raise_in(threading.current_thread(), _Interrupted)

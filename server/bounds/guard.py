@@ -1,9 +1,9 @@
 """The middleware before the routes: request ids and the access log, host names, API keys, the size of a body.
 
 It is plain ASGI middleware, because FastAPI's `@app.middleware("http")` hides a client's disconnection from the handlers. It
-stands around FastAPI's own layers, so that POSTs need not pass them (bodies.BodyRoutes). The access log has the method, path,
-status and time of a request, its id, the client's address, the beginning of its key's hash, and the `user` that it names; it
-never has a prompt or a key. API keys are compared by their SHA-256 in constant time. A key is a bearer token, the header
+wraps FastAPI's own layers, so that POSTs need not pass them (bodies.BodyRoutes). The access log has the method, path, status
+and time of a request, its id, the client's address, the beginning of its key's hash, and the `user` that it names; it never
+contains a prompt or a key. API keys are compared by their SHA-256 in constant time. A key is a bearer token, the header
 x-api-key of Anthropic's clients or, for a browser that opens the page at `/`, the password of basic authentication.
 `scope["state"]` hands `request_id` and `key` (the key's hash) to the handlers.
 """
@@ -34,17 +34,17 @@ from .costs import Costs
 log = logging.getLogger("fa_serve.server")
 access_log = logging.getLogger("fa_serve.access")
 REQUEST_ID = re.compile(r"[!-~]{1,128}")
-KEY_CHARACTERS = 8  # of a key's hash that name it in the log
-SMALL_BODY = 1 << 16  # bytes; such a body takes up to ten milliseconds to parse and validate, which is done at once
+KEY_CHARACTERS = 8  # leading characters of a key's hash, which identify the key in the log
+SMALL_BODY = 1 << 16  # bytes; a body up to this size takes the event loop up to ten milliseconds to parse and validate
 ADDRESS = re.compile(r"(?P<v4>[\d.]+)(:\d{1,5})?|\[(?P<bracketed>[\da-fA-F:.]+)\](:\d{1,5})?|(?P<bare>[\da-fA-F:.]+)", re.ASCII)
-PROBES = frozenset({"/health", "/ready", "/metrics"})  # asked every few seconds: those that succeed are logged at debug alone
+PROBES = frozenset({"/health", "/ready", "/metrics"})  # requested every few seconds: successes are logged only at debug
 CLIENT_GONE = 499  # the status in the log of a request whose client left before the response began
 
 
 class RequestIds:
     """Takes X-Request-Id from the client or makes one, sends it back, and logs and counts the response when it has ended.
 
-    What the request has cost is charged then to the client that `Clients` has found.
+    The cost of the request is then charged to the client that `Clients` has found.
 
     An unexpected failure ends here: its traceback goes to the log with the request's id, and the client gets a 500.
     """
@@ -76,7 +76,7 @@ class RequestIds:
                 if bill is not None and not bill.had_turn:
                     try:
                         await self._costs.take_turn(bill, receive)
-                    except TooManyRequests:  # the answer is there already
+                    except TooManyRequests:  # too late to refuse: the answer exists, so it is sent
                         message["headers"].append((b"connection", b"close"))
             await send(message)
 
@@ -91,7 +91,7 @@ class RequestIds:
         finally:
             status = status or CLIENT_GONE
             self._count(getattr(scope.get("route"), "path", "other"), status)
-            if "bill" in state:  # its client's turn has been taken
+            if "bill" in state:  # `Clients` has opened it
                 self._costs.settle(state["bill"], unpaid=status >= 400 or scope["method"] != "POST")
             level = logging.DEBUG if status == 200 and scope["path"] in PROBES else logging.INFO
             if access_log.isEnabledFor(level):
@@ -119,8 +119,8 @@ def _log_access(level: int, scope: asgi.Scope, state: dict[str, Any], status: in
 class Hosts:
     """Answers 421 to a request for a host name that this server does not have.
 
-    A page in a browser can let its own name resolve to 127.0.0.1, and then call a local server as if it were its own. Such a
-    request has a foreign name in `Host`. Addresses in numbers pass always, because no name was resolved.
+    A web page can make its own name resolve to 127.0.0.1, and then call a local server as if it were the page's own. Such a
+    request has a foreign name in `Host`. Numeric addresses always pass, because no name was resolved.
 
     names: the names that are allowed; "*" allows every name, "*.example.org" every name below example.org
     """
@@ -149,7 +149,7 @@ def _host_name(header: str) -> str:
 
 
 def is_address(text: str | bytes) -> bool:
-    """Whether this is an IP address, as IPv4 with or without a port, or as IPv6, which stands in brackets before a port."""
+    """Whether this is an IP address: IPv4 with or without a port, or IPv6, which must be in brackets if it has a port."""
     text = text.decode("latin-1").strip() if isinstance(text, bytes) else text
     found = ADDRESS.fullmatch(text)
     if found is None:
@@ -166,9 +166,9 @@ PEEKED_KEY = re.compile(rb"\r\n(?:authorization: *bearer +|x-api-key: *)(\S+)[ \
 
 
 class ClientNames:
-    """`client_of(sent, address)`: whose connection it is, by the bytes that it has sent: one of the keys, else the address.
+    """`client_of(sent, address)` names the client of a connection: a known key in the bytes that it has sent, or the address.
 
-    It says whose turn it is and admits nobody, so it need not find each form in which a key may come.
+    The name decides only whose turn it is and gives no access, so not every form of sending a key need be recognised.
     """
 
     def __init__(self, keys: tuple[str, ...]):
@@ -182,9 +182,9 @@ class ClientNames:
 
 
 class Clients:
-    """Finds out whose request it is, and opens its bill (costs.py).
+    """Identifies the client of a request, and opens the request's bill (costs.py).
 
-    A client is one of the keys or, without one, the address that the request comes from.
+    A client is one of the keys or, without a valid key, the address that the request comes from.
     """
 
     def __init__(self, app: asgi.ASGIApp, keys: tuple[str, ...], costs: Costs):
@@ -225,9 +225,9 @@ class Keys:
 
 
 class WeightVersion:
-    """Adds the header x-weight-version to every response: the version of the weights when it began.
+    """Adds the header x-weight-version to every response: the version of the weights when the response began.
 
-    version: None while there is no engine
+    version: returns the version of the weights, or None while there is no engine
     """
 
     def __init__(self, app: asgi.ASGIApp, version: Callable[[], int | None]):
@@ -285,7 +285,7 @@ class BytesInFlight:
         self._total = 0
 
     def add(self, owner: str, size: int) -> None:
-        """Raises TooManyRequests, and adds nothing then."""
+        """Add the bytes. Raises TooManyRequests above a limit, and then adds nothing."""
         if self._by_owner[owner] + size > self._limit // 2 or self._total + size > self._limit:
             message = (
                 f"The bodies that the server is reading may have at most {self._limit} bytes together, and half of that for "
@@ -303,7 +303,7 @@ class BytesInFlight:
 
 
 class BodyLimit:
-    """Answers 413 if a body is above the limit, by the length that it announces or while it is read.
+    """Answers 413 if a body is above the limit: at once if it announces its length, or else while it is read.
 
     in_flight: bytes that all bodies may have together until they are parsed; more get a 429
     """
@@ -311,7 +311,8 @@ class BodyLimit:
     def __init__(self, app: asgi.ASGIApp, limit: int, in_flight: int):
         self._app = app
         self._limit = limit
-        self._uncounted = min(limit, SMALL_BODY)  # bytes of a body that comes in one piece: nothing of it is kept
+        # bytes; a body up to this size that arrives in one piece is not counted here, because it does not wait for more pieces
+        self._uncounted = min(limit, SMALL_BODY)
         self._in_flight = BytesInFlight(in_flight)
 
     async def __call__(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
@@ -353,7 +354,7 @@ def header(scope: asgi.Scope, name: bytes) -> str:
 
 
 def network_of(address: str) -> str:
-    """The address, or of an IPv6 address the network of 2^64 that one customer gets."""
+    """The address or, for IPv6, its network of 2^64 addresses, because one customer gets such a network."""
     if ":" not in address:
         return address
     try:

@@ -1,12 +1,12 @@
-"""Clients that end their side of the connection after the request, as `nc -N` does, and still wait for the answer.
+"""Answers clients that close their side of the connection after the request, as `nc -N` does, and still wait for the answer.
 
-uvicorn takes the end of what a client sends for the end of the client. TCP announces both in the same way: a client that is
-gone is told apart only by its reset, which it sends when it gets data. So the connection stays open while a request is
-answered, and an answer that has not begun after PROBE_SECONDS is preceded by an interim response, 100 Continue, which HTTP/1.1
-lets a server send at any time. A client that is gone resets the connection, and its sequences are aborted.
+uvicorn takes the end of a client's data to mean that the client has left. TCP announces both in the same way; the only
+difference is that a client that has left answers data with a reset. So the connection stays open while a request is answered.
+Until the answer begins, the server sends an interim response, 100 Continue, every PROBE_SECONDS; HTTP/1.1 lets a server send it
+at any time. A client that has left then resets the connection, and its sequences are aborted.
 
-Where the state of a connection is not to be had (not on Linux), and for HTTP/1.0, which has no interim responses, everything is
-as it is in uvicorn.
+On systems other than Linux, where the state of a connection is not available, and for HTTP/1.0, which has no interim responses,
+everything works as in uvicorn.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ TCP_CLOSE = 7  # linux/include/net/tcp_states.h
 
 
 class HalfClosedProtocol(HttpToolsProtocol):
-    """uvicorn's `cycle` is the newest request. While that one is pipelined, the answer under way is that of `_first`."""
+    """uvicorn's `cycle` is the newest request. While that request waits in the pipeline, `_first` is the one being answered."""
 
     _first: RequestResponseCycle | None = None
 
     @property
     def answered(self) -> RequestResponseCycle | None:
-        """The request whose answer is under way or came last."""
+        """The request that is being answered, or was answered last."""
         return self._first if self.pipeline else self.cycle
 
     def on_headers_complete(self) -> None:
@@ -58,7 +58,7 @@ class HalfClosedProtocol(HttpToolsProtocol):
         return True
 
     def _probe(self) -> None:
-        """Make a client that is gone reset the connection, and look whether one has."""
+        """Make a client that has left reset the connection, and check whether it has done so."""
         cycle = self.answered
         assert cycle is not None
         if cycle.response_complete or cycle.disconnected or self.transport.is_closing():

@@ -1,15 +1,15 @@
-"""What keeps the clients of a server apart in the engine: whose turn a request takes, and whose cached prefixes it shares.
+"""Keeps the clients of a server apart in the engine: whose turn a request takes, and whose cached prefixes it shares.
 
     isolation = Isolation(settings)
     isolation.client(key)                    # requests of one client wait for each other, clients take turns
     isolation.cache_salt(key, body.cache_salt)       # requests with the same salt share cached prefixes
 
-A cached prefix makes an answer begin sooner, and `cached_tokens` says so. A client that could share the prefixes of another one
-could therefore guess its prompts piece by piece. The salt is a hash of the API key's hash with a secret of this process.
-Requests without a key, on a server without keys, are one client.
+A cached prefix makes an answer begin sooner, and `cached_tokens` reports it. A client that shared the prefixes of another one
+could therefore guess the other's prompts piece by piece. The salt is a hash of the API key's hash with a secret of this
+process. On a server without keys, all requests belong to one client.
 
-With a folder of pages (`kv_host_folder`), salts have no secret, because a later process has to find the pages of this one. The
-engine keys the hashes of pages, which the salt is part of, with the secret of the folder, and no file says the salt.
+With a folder of pages (`kv_host_folder`), salts have no secret, because a later process must find the pages of this one. The
+salt is part of the hashes of pages. The engine keys these hashes with the secret of the folder, and no file contains the salt.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Isolation:
         return None if key is None or self._scope == "global" else _hash(self._secret, key, None)
 
     def cache_salt(self, key: str | None, salt: str | None) -> str | None:
-        """The salt of a request that carries `salt`. None shares with all other requests that have None."""
+        """The engine's salt for a request with this `cache_salt`. All requests for which it is None share their prefixes."""
         if self._sharing == "none":
             return secrets.token_hex(16)
         owner = key if self._sharing == "key" else None

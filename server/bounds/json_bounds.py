@@ -2,15 +2,15 @@
 
     JsonBounds(values=1_000_000, fields=100_000).check(body)      # raises TooLarge
 
-The cost of a body is its number of values and not its bytes: 10 MB can hold one text, or 3.3 million empty messages. Parsing
-and validation are single calls in C that hold the interpreter's lock, so a thread alone does not protect other requests from
-them. A number costs a fifth of an object or a text, hence two bounds. The check counts commas, quotation marks and opening
-brackets. It counts them first in the whole body, texts included, which never counts too few. Only a body that may be above a
-bound is counted again without its texts. Both counts are made in pieces, because a call in C for many megabytes would hold the
+The cost of a body depends on its number of values, not on its bytes: 10 MB can hold one text, or 3.3 million empty messages.
+Parsing and validation are single calls in C that hold the interpreter's lock, so a thread by itself does not protect other
+requests from them. A number costs a fifth of an object or a text, hence two bounds. The check counts commas, quotation marks
+and opening brackets. The first count includes those inside texts, so it is never too low. Only a body that may be above a bound
+is counted again without its texts. Both counts are made in pieces, because a call in C for many megabytes would hold the
 interpreter's lock for tens of milliseconds.
 
-The time to read an integer is quadratic in its digits, so a number may have MAX_DIGITS of them. Nesting needs no bound here,
-because the parser ends at 200 levels.
+The time to read an integer is quadratic in its digits, so a number may have at most MAX_DIGITS of them. Nesting needs no bound
+here, because the parser refuses more than 200 levels.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from dataclasses import dataclass
 
 from ..errors import TooLarge
 
-PIECE = 1 << 16  # bytes that are counted in one go, which takes below two milliseconds
-MAX_DIGITS = 512  # of a number in a piece; the longest float that is written out without an exponent has 309
+PIECE = 1 << 16  # bytes that are counted in one go, which takes less than two milliseconds
+MAX_DIGITS = 512  # of a number within a piece; the longest float that is written without an exponent has 309
 BODY = "the body"
 ZEROS = bytes.maketrans(b"123456789", b"0" * 9)
 LONG_NUMBER = b"0" * (MAX_DIGITS + 1)
@@ -29,15 +29,15 @@ LONG_NUMBER = b"0" * (MAX_DIGITS + 1)
 
 @dataclass(frozen=True)
 class JsonBounds:
-    """values: all values, numbers included; fields: objects, lists and texts, of which each field of an object has one"""
+    """values: the most values of any kind; fields: the most objects, lists and texts, where each name in an object is a text"""
 
     values: int
     fields: int
 
     def check(self, body: bytes) -> None:
-        """Raise TooLarge if the body has more values or fields. A body that is not JSON passes or not; it fails later."""
+        """Raise TooLarge if the body has more values or fields. A body that is not JSON may pass, because it fails later."""
         if len(body) <= min(self.values, self.fields, PIECE) and not _has_long_number(body):
-            return  # each value has a byte
+            return  # a value takes at least one byte
         values = fields = quotes = 0
         is_long = False
         for begin in range(0, len(body), PIECE):
@@ -51,7 +51,7 @@ class JsonBounds:
             self.count_without_texts(body, 0, 0, BODY)
 
     def count_without_texts(self, text: bytes, values: int, fields: int, subject: str) -> tuple[int, int]:
-        """Add the values and fields of JSON to those that have been counted. Raises TooLarge above a bound."""
+        """Count the values and fields of a JSON text, and add them to the given counts. Raises TooLarge above a bound."""
         before = fields
         quotes = 0
         for piece, piece_quotes in _without_texts(text):
@@ -76,7 +76,7 @@ class JsonBounds:
 
 
 class JsonTotal:
-    """Counts the JSON inside of several texts of a body, such as the arguments of all tool calls, by the bounds of one body.
+    """Counts the JSON inside several texts of a body, such as the arguments of all tool calls, against the bounds of one body.
 
     subject: what the texts are, for errors
     """
@@ -88,7 +88,7 @@ class JsonTotal:
         self._fields = 0
 
     def add(self, text: str) -> None:
-        """Raises TooLarge if all texts so far have more values or fields."""
+        """Count one more text. Raises TooLarge if all texts so far together have too many values or fields."""
         count = self._bounds.count_without_texts
         self._values, self._fields = count(text.encode(), self._values, self._fields, self._subject)
 
@@ -108,7 +108,7 @@ def _without_texts(body: bytes) -> Iterator[tuple[bytes, int]]:
         piece = body[begin : begin + PIECE]
         if escaped:
             piece = b" " + piece[1:]  # the backslash before it ended the last piece
-        # replace() goes from left to right, so that a backslash that is left does not stand behind another one
+        # replace() goes from left to right, so no backslash that is left follows another backslash
         piece = piece.replace(b"\\\\", b"  ").replace(b'\\"', b"  ")
         escaped = piece.endswith(b"\\")
         parts = piece.split(b'"')

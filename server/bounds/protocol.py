@@ -7,17 +7,18 @@ uvicorn's parser in C has no limit for the head of a request, reads a URL in qua
 end, and waits forever for a client that sends nothing. This subclass of its protocol counts what arrives, and refuses with
 OpenAI's error object. Everything else stays uvicorn's. A request that arrives in one piece costs no timer.
 
-- The URL, the head, and the bytes of a body on the wire (chunks of one byte take six) are bounded: 414, 431,
-  413. A body in very small chunks is refused with 400.
-- The head and the body have a deadline: 408. The time in which the server does not read does not count, such as that of a
-  pipelined body behind a long answer. A connection that has said nothing is closed without a word.
-- One request may be pipelined behind the one that is answered. The connection ends after these two if there are more.
+- The URL, the head, and the bytes of a body on the wire (a chunk of one byte takes six) are bounded: 414, 431, 413. A body in
+  very small chunks is refused with 400.
+- The head and the body have a deadline: 408. Time in which the server does not read does not count, for example while a
+  pipelined body waits for a long answer. A connection that has sent nothing is closed without a reply.
+- One request may be pipelined after the one that is being answered. If there are more, the connection ends after these two.
 - A body whose request was answered before it arrived is read to its end, because most clients send all of it before they read
   the answer. Like all large bodies it is read in turns with the others (read_turns.py).
-- X-Forwarded-For keeps only what is an address. uvicorn believes it if it comes from a proxy that is trusted, and then the
-  address is written to the log and pays for what the request costs.
-- The number of connections stays below the process' limit of open files. When it is reached, the connection gives way for
-  which the server has waited longest: silent, idle, or in the middle of a request. If there is none, the new one gets a 503.
+- Only addresses are kept in X-Forwarded-For. uvicorn believes this header if it comes from a trusted proxy; the address is
+  then written to the log, and is charged for the request.
+- The number of connections is limited, and stays below the process's limit of open files. At the limit, the connection for
+  which the server has waited longest gives way: it is silent, idle, or in the middle of a request. If the server waits for
+  none, the new connection gets a 503.
 """
 
 from __future__ import annotations
@@ -41,15 +42,15 @@ from .half_closed import HalfClosedProtocol
 from .read_turns import FairFlow, ReadTurns
 
 log = logging.getLogger("fa_serve.server")
-LOG_SECONDS = 60.0  # between two lines of the log that tell that there are too many connections
+LOG_SECONDS = 60.0  # between two log lines about too many connections
 FRAMING_BYTES = 1 << 20  # what the framing of a chunked body may take on the wire
-SMALL_PIECE = 64  # bytes of a chunk; the parser calls Python for each chunk
-FREE_PIECES = 1024  # chunks that may be smaller
-LINGER_SECONDS = 1.0  # in which a client that is still sending can read that it was refused
+SMALL_PIECE = 64  # the least average bytes of a chunk, because the parser calls Python for each chunk
+FREE_PIECES = 1024  # chunks of a body that may be smaller
+LINGER_SECONDS = 1.0  # time for a client that is still sending to read that it was refused
 LINGER_BYTES = 1 << 20
-PAUSE_SECONDS = 0.1  # between two looks at the time in which the server did not read
+PAUSE_SECONDS = 0.1  # the least time between two checks of a deadline that has moved because the server did not read
 FORWARDED = b"x-forwarded-for"
-OWN_FILES = 64  # open files that are no connections: the engine's, the event loop's, logs, libraries
+OWN_FILES = 64  # open files that are not connections: the engine's, the event loop's, logs, libraries
 
 
 @dataclass(frozen=True)
@@ -119,17 +120,17 @@ class ConnectionTable:
         return True
 
     def works(self, connection: BoundedProtocol) -> None:
-        """Its request is whole, and the server works on it."""
+        """Record that the connection's request is whole, and that the server works on it."""
         self._waiting.pop(connection, None)
 
     def waits(self, connection: BoundedProtocol) -> None:
-        """Its request has been answered, and the server waits for the next one."""
+        """Record that the connection's request has been answered, and that the server waits for the next one."""
         if connection in self._open:
             self._waiting.pop(connection, None)
             self._waiting[connection] = None
 
     def give_way(self) -> None:
-        """A connection ends because there are too many."""
+        """Count and log a connection that ends because there are too many."""
         self.count("gave_way")
         self._log()
 
@@ -149,7 +150,7 @@ class ConnectionTable:
 
 
 class RefusedError(Exception):
-    """Ends the parsing of what has arrived."""
+    """Raised in a callback of the parser, to end the parsing of the data that has arrived."""
 
 
 class BoundedProtocol(HalfClosedProtocol):
@@ -158,10 +159,10 @@ class BoundedProtocol(HalfClosedProtocol):
         self._bounds = bounds
         self._table = table
         self._timer: TimerHandle | None = None
-        self._deadline = 0.0  # on time.monotonic's clock, and later by the seconds in which the server does not read
+        self._deadline = 0.0  # on time.monotonic's clock; the seconds in which the server does not read are added to it
         self._on_wire = 0  # bytes of the current message
         self._head = 0  # bytes of its headers
-        self._pieces = 0  # of its body
+        self._pieces = 0  # chunks of its body
         self._head_is_whole = False
         self._is_whole = True
         self._said_anything = False
@@ -199,7 +200,7 @@ class BoundedProtocol(HalfClosedProtocol):
         except httptools.HttpParserUpgrade:
             self._is_whole = True
         except httptools.HttpParserError:
-            if not self._deaf:  # the parser turns an error of a callback into one of this kind
+            if not self._deaf:  # the parser raises this error, too, if a callback raises any
                 self._refuse(400, "invalid_http", "The request is not valid HTTP.")
             return
         if self._is_whole:
@@ -250,7 +251,10 @@ class BoundedProtocol(HalfClosedProtocol):
         super().on_headers_complete()
 
     def _fault(self) -> str | None:
-        """What a proxy in front may read in another way than the parser does, which accepts it (RFC 9112, 2.3, 3.2 and 6.1)."""
+        """Something in the head that the parser accepts and that a proxy in front may read differently, or None.
+
+        Source: RFC 9112, 2.3, 3.2 and 6.1.
+        """
         version = self.parser.get_http_version()
         if version not in ("1.0", "1.1"):
             return f"The version of HTTP must be 1.0 or 1.1, got {version}."
@@ -325,7 +329,10 @@ class BoundedProtocol(HalfClosedProtocol):
             self._refuse(408, "header_timeout", f"The headers must arrive within {seconds:g} s (--header-timeout).")
 
     def _refuse(self, status: int, code: str, message: str) -> None:
-        """Answer and close the connection. An answer that has begun, or that an earlier request waits for, is cut off."""
+        """Send an error and close the connection.
+
+        If an answer has begun, or an earlier request still waits for its answer, the connection is cut off without the error.
+        """
         self._deaf = True
         self._disarm()
         self._table.count(code)
@@ -335,7 +342,7 @@ class BoundedProtocol(HalfClosedProtocol):
             self.transport.abort()
             return
         if is_answering:
-            cycle.disconnected = True  # the application is told so in place of the rest of the body
+            cycle.disconnected = True  # the application sees this instead of the rest of the body
             cycle.message_event.set()
         path = (self.scope or {}).get("path", "")  # absent before the head is whole, and for a URL that is not valid
         content = to_json(HttpError(status, message, code=code).body(path))
@@ -345,7 +352,7 @@ class BoundedProtocol(HalfClosedProtocol):
         if status == 503:
             self.transport.close()
             return
-        # closed at once, the connection would be reset by what the client still sends, and the answer would be lost
+        # if the connection were closed at once, it would be reset when the client sends more, and the answer would be lost
         self.transport.write_eof()
         self._timer = self.loop.call_later(LINGER_SECONDS, self.transport.abort)
 

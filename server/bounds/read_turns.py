@@ -1,10 +1,10 @@
-"""Large bodies are read in turns: in each iteration of the event loop, one connection reads on.
+"""Large bodies are read in turns: in each iteration of the event loop, one connection continues to read.
 
-    protocol.flow = FairFlow(transport, turns)          # in place of uvicorn's, one ReadTurns for all connections
+    protocol.flow = FairFlow(transport, turns)          # instead of uvicorn's; all connections share one ReadTurns
 
-uvicorn stops reading from a connection after 64 KB until the application has taken them. Without turns, all that are stopped
-read on at once: with 60 bodies on the way, an iteration takes 40 ms, and a small request of another client needs about eight
-iterations. Bodies of at most 64 KB never stop, so they need no turn.
+uvicorn stops reading from a connection after 64 KB until the application has taken them. Without turns, all stopped connections
+would continue at once: with 60 bodies under way, an iteration takes 40 ms, and a small request of another client needs about
+eight iterations. Bodies of at most 64 KB are read without a stop, so they need no turn.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from uvicorn.protocols.http.flow_control import FlowControl
 
 
 class FairFlow(FlowControl):
-    """uvicorn's flow control of one connection, which waits for its turn before it reads on."""
+    """uvicorn's flow control of one connection, which waits for its turn before it resumes reading."""
 
     def __init__(self, transport: asyncio.Transport, turns: ReadTurns):
         super().__init__(transport)
         self._turns = turns
         self._waits = False
-        self._paused_before = 0.0  # seconds, without the pause that lasts
+        self._paused_before = 0.0  # seconds of the earlier pauses, without the current one
         self._paused_at = 0.0  # on time.monotonic's clock
 
     @property
     def paused_seconds(self) -> float:
-        """How long the server has not read from this connection so far."""
+        """The seconds for which the server has paused reading from this connection so far."""
         return self._paused_before + (time.monotonic() - self._paused_at if self.read_paused else 0.0)
 
     def pause_reading(self) -> None:
@@ -50,7 +50,7 @@ class FairFlow(FlowControl):
 
 
 class ReadTurns:
-    """The connections that want to read on, in the order in which they asked."""
+    """The connections that wait to resume reading, in the order in which they asked."""
 
     def __init__(self) -> None:
         self._waiting: deque[FairFlow] = deque()

@@ -1,14 +1,14 @@
-"""The pages for a browser: the playground at / and the reference of the API at /docs.
+"""The pages for a browser: the playground at / and the API reference at /docs.
 
     HTMLResponse(PLAYGROUND.text, headers=PLAYGROUND.headers)
 
-    playground.html     the frame of the playground; playground.css and playground.js are its looks and its work
+    playground.html     the markup of the playground; playground.css is its style, playground.js its behaviour
     markdown.js         shows what a model writes as nodes of the document, never as HTML
-    reference.html      the reference, made in the browser from /openapi.json
+    reference.html      the API reference, built in the browser from /openapi.json
 
-Each page is sent as one document that loads nothing from anywhere, so it works without a network and there is no build. Its
-content policy allows the scripts and styles that are written in the document, by their hashes, and no others: what a model
-says can't run, whatever a mistake in a script lets through. Source: https://www.w3.org/TR/CSP3/
+Each page is sent as one document that loads nothing else, so it works without internet access and needs no build step. Its
+content security policy allows only the scripts and styles that are in the document, by their hashes. So what a model writes
+cannot run as a script, even if a bug in the page inserts it unescaped. Source: https://www.w3.org/TR/CSP3/
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Page:
 
 
 def read_page(name: str) -> Page:
-    """The page of this file, with the files that it links written into it."""
+    """Read a page from its file. The style sheets and scripts that it links are written into it."""
     text = LINKED.sub(_written, (FOLDER / name).read_text(encoding="utf-8"))
     hashes: dict[str, list[str]] = {"style": [], "script": []}
     for kind, content in WRITTEN.findall(text):

@@ -24,10 +24,10 @@ from .tools import FORMATS, REQUIRED, ToolReader
 
 class ChatAnswer(Answer):
     """
-    _tools:       the tools that the model may call, in this request
+    _tools:       the tools that this request offers to the model
     _tool_format: how the model writes calls, or None if that is not known
-    _may_call:    the model decides whether it calls tools: they are offered, and no call is forced
-    _thinks:      the answer may begin with thoughts
+    _may_call:    whether the model decides about calling tools: they are offered, and no call is forced
+    _thinks:      whether the answer may begin with thoughts
     _continued:   the text of the last message, if the answer continues it
     """
 
@@ -114,7 +114,7 @@ class ChatAnswer(Answer):
         return variables
 
     def _structured(self) -> StructuredOutput | None:
-        """The request's output itself, or a grammar in which thoughts come before it and calls may take its place."""
+        """The request's own structured output, or a grammar in which thoughts precede it and calls may replace it."""
         thoughts = opened_by(self._text, self._continued) if self._thinks else False
         asked = self._constraint
         if asked is None or (thoughts is False and not self._may_call):
@@ -140,18 +140,21 @@ class ChatAnswer(Answer):
             rules += more
         try:
             return StructuredOutput(grammar=compose(start, rules, thoughts, special_token))
-        except ParameterError as error:  # with its other parts it is too long
+        except ParameterError as error:  # with its other parts, the grammar is too long
             raise parameter_refused(error, asked.field) from None
 
     def _skip_special_tokens(self) -> bool | None:
         """False if a marker of tool calls or thoughts is a special token: the readers need to see it in the text."""
         markers = {self._tool_format.opening} if self._may_call and self._tool_format else set()
         if self._thinks:
-            markers |= {OPENING, CLOSING}  # the prompt may have written the first
+            markers |= {OPENING, CLOSING}  # the prompt may already contain OPENING
         return False if markers & self._tokenization.special_tokens.keys() else self._body.skip_special_tokens
 
     def _stop_token_ids(self) -> tuple[int, ...]:
-        """With the token that ends a message in the chat template, unless the model's files name it as an end anyway."""
+        """The request's stop tokens, and the token with which the chat template ends a message.
+
+        That token is left out if the model's files name it as an end token anyway, or if the request ignores end tokens.
+        """
         given = super()._stop_token_ids()
         end = self._tokenization.chat_end
         return given if end is None or self._body.ignore_eos or end in given else (*given, end)
@@ -199,7 +202,7 @@ class ChatAnswer(Answer):
         return reply | {"prompt_logprobs": self._prompt_scores(sums[0])}
 
     def _opening(self, index: int, output: RequestOutput) -> list[dict[str, Any]]:
-        """All choices open with the first output of any: openai-python's stream reader needs them in the order of index."""
+        """The first output of any choice opens all choices: openai-python's stream reader needs them in the order of index."""
         if self._readers:
             return []
         delta = {"role": "assistant", "content": ""}

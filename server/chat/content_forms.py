@@ -1,16 +1,16 @@
-"""Which form of a message's content a chat template reads: one string, or a list of parts.
+"""Finds out which form of a message's content a chat template reads: one string, or a list of parts.
 
     forms = find_forms(lambda groups: first_showing(render, groups, PROBE_FORMS))
     message.rendered(in_parts=forms.in_parts("user"))
 
-Most templates write a content as it is and expect a string. Those of LLaVA and SmolVLM go through the parts of a content, and
-write nothing for a string: its text would be lost without an error. So a template is tried with a probe word in both forms,
-once for each role, since some take a string for one role and parts for another one. A role whose string is written keeps it,
-so nothing changes for templates of texts. A template that writes the word in neither form, such as one that has no such role,
-gets the form of the user's messages.
+Most templates expect a string and write it unchanged. Those of LLaVA and SmolVLM iterate over the parts of a content, and write
+nothing for a string: its text would be lost without an error. So each template is tried with a probe word in both forms, for
+each role, because some templates take a string for one role and parts for another. If a template writes the string of a role,
+that role gets strings, so nothing changes for text-only templates. If a template writes the word in neither form, for example
+because it does not know the role, the role gets the form of the user's messages.
 
-A content with images is a list of parts in any case. Whether the images of a tool's result are written is tried with
-`TOOL_IMAGES`. Only the answers are kept: what a template writes for a probe may be as long as a prompt (template_process.py).
+A content with images is always a list of parts. `TOOL_IMAGES` shows whether a template writes the images of a tool's result.
+Only the results are kept: what a template writes for a probe may be as long as a prompt (template_process.py).
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from itertools import product
 from typing import Any, NamedTuple
 
 PROBE = "Xylophone"
-"""A word that stands in no chat template."""
+"""A word that occurs in no chat template."""
 PROBE_FORMS = (PROBE, PROBE.upper(), PROBE.lower())
 """How a template may have written it."""
 CALL_ID = "probe0000"
-"""Of nine letters and digits, which the templates of Mistral ask for."""
+"""Nine letters and digits, as the templates of Mistral require."""
 Conversation = list[dict[str, Any]]
 FirstShowing = Callable[[Sequence[Sequence[Conversation]]], Sequence[int | None]]
-"""Of each group, the number of the first conversation of which a template writes the probe word; None if there is none."""
+"""Returns for each group the index of the first conversation whose probe word a template writes, or None."""
 
 
 class ContentForms(NamedTuple):
-    """parts: by role, whether a content is a list of parts; "user" stands for roles that are not there"""
+    """parts: by role, whether the content is a list of parts; the entry of "user" also holds for roles without an entry"""
 
     parts: dict[str, bool]
 
@@ -44,13 +44,13 @@ class ContentForms(NamedTuple):
 
 
 FORMS = tuple(product((False, True), (False, True)))
-"""Whether the content of the message that is tried is a list of parts, and those of the others. A role keeps its strings if a
-template writes them, so these come first."""
+"""Whether the content of the probed message is a list of parts, and whether those of the other messages are. Strings come
+first, so that a role gets strings if a template writes them."""
 STRINGS = ContentForms({"user": False})
 
 
 def shows_probe(text: str | None) -> bool:
-    """Whether the probe word is in what a template has written, in capital letters or not."""
+    """Whether the output of a template contains the probe word in one of its forms."""
     return text is not None and any(word in text for word in PROBE_FORMS)
 
 
@@ -65,7 +65,7 @@ def find_forms(first_showing: FirstShowing) -> ContentForms:
 
 
 def _conversations(role: str) -> list[Conversation]:
-    """With the probe word in a message of this role, in each of `FORMS`."""
+    """Conversations with the probe word in a message of this role, one for each of `FORMS`."""
     return [CONVERSATIONS[role]("Hello", others, _content(PROBE, in_parts)) for in_parts, others in FORMS]
 
 
@@ -74,7 +74,7 @@ def _content(text: str, in_parts: bool) -> str | list[dict[str, Any]]:
 
 
 def _of_user(text: str, others: bool, content: Any) -> Conversation:
-    """Some templates want a message of the system first, which the second form of the others has."""
+    """There is no other message here, so `others` adds a system message, which some templates require."""
     system = [{"role": "system", "content": _content(text, isinstance(content, list))}] if others else []
     return [*system, {"role": "user", "content": content}]
 
@@ -104,4 +104,4 @@ CONVERSATIONS: dict[str, Callable[[str, bool, Any], Conversation]] = {
     "tool": _of_tool,
 }
 TOOL_IMAGES = [_of_tool("Hello", others, [{"type": "image"}]) for others in (False, True)]
-"""Conversations with an image in a result of a tool."""
+"""Conversations with an image in the result of a tool."""

@@ -20,7 +20,7 @@ from ..strict import NOTHING, StrictModel, Unsupported, field_error, known_parts
 MAX_ARGUMENTS = 1 << 17  # characters of the arguments of one call
 MAX_CALLS = 1024
 MARKUP = 32  # characters that a chat template adds to a message
-IMAGE_ROLES = ("user", "tool")  # whose messages may have images
+IMAGE_ROLES = ("user", "tool")  # the roles whose messages may have images
 
 
 class ImageUrl(StrictModel):
@@ -54,7 +54,7 @@ class Part(StrictModel):
 
 
 def _json_object(text: str, info: ValidationInfo) -> str:
-    """JSON inside of a text has not been counted with the body. The validation's context may have a JsonTotal for it."""
+    """JSON inside a text was not counted with the body. If the validation's context has a JsonTotal, it counts this text."""
     if info.context and "arguments" in info.context:
         info.context["arguments"].add(text)
     try:
@@ -139,15 +139,17 @@ class Message(StrictModel):
         return "system" if self.role == "developer" else self.role
 
     def images(self) -> list[tuple[int, str]]:
-        """The number of each part that is an image, and its address, in order."""
+        """The index and the address of each part that is an image, in order."""
         if self.content is None or isinstance(self.content, str):
             return []
         return [(number, part.image_url.url) for number, part in enumerate(self.content) if part.image_url is not None]
 
     def rendered(self, in_parts: bool = False) -> dict[str, Any]:
-        """The content is one string, or a list of parts with images. The role developer becomes system, its older name.
+        """The form that chat templates know. The role developer becomes system, its older name.
 
-        in_parts: the content is a list of parts always, for a chat template that takes no string
+        Without images, the content is one string; with images, it is a list of parts.
+
+        in_parts: whether the content is always a list of parts, for a chat template that takes no string
         """
         content = self.content or ""
         rendered: str | list[dict[str, Any]]
@@ -217,16 +219,16 @@ class ResponseFormat(StrictModel):
 
 
 class PromptEnd(NamedTuple):
-    """Where the prompt of a conversation ends, in the words of transformers' `apply_chat_template`."""
+    """Where the prompt of a conversation ends, as arguments of transformers' `apply_chat_template`."""
 
     add_generation_prompt: bool = True
     continue_final_message: bool = False
 
 
 class TemplateFields(StrictModel):
-    """The fields besides the messages that the chat template turns into a prompt."""
+    """The fields that the chat template turns into a prompt, in addition to the messages."""
 
-    _image_places: list[str] | None = PrivateAttr(None)  # if the client has written the request in another form
+    _image_places: list[str] | None = PrivateAttr(None)  # if the client has sent the request in the form of another API
 
     tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] | None = None
     chat_template: NonEmpty | None = Field(None, description="Replaces the model's chat template, if the server allows it.")
@@ -251,7 +253,7 @@ class TemplateFields(StrictModel):
         return PromptEnd(self.add_generation_prompt is not False, bool(self.continue_final_message))
 
     def check_prompt_end(self, messages: Sequence[Message]) -> None:
-        """Raise an error for fields that contradict each other, and for a last message that cannot go on."""
+        """Raise an error for fields that contradict each other, and for a last message that cannot be continued."""
         if not self.continue_final_message:
             return
         if self.add_generation_prompt is not False:
@@ -260,11 +262,11 @@ class TemplateFields(StrictModel):
             raise field_error("continue_final_message", "is only allowed when the last message ends with a text")
 
     def place_images(self, places: list[str]) -> None:
-        """Say where the images of this request are in that of the client."""
+        """Set where the images of this request are in the request that the client has sent."""
         self._image_places = places
 
     def request_images(self, messages: Sequence[Message]) -> list[RequestImage]:
-        """The images of its messages, in order."""
+        """The images of these messages, in order."""
         found = [
             RequestImage(url, f"messages[{index}].content[{number}].image_url.url", message.role == "tool")
             for index, message in enumerate(messages)
@@ -332,7 +334,7 @@ class ChatRequest(TemplateFields, SamplingRequest):
 
 
 class TokenizeRequest(TemplateFields):
-    """A prompt as it is, or a conversation as the chat template writes it."""
+    """A prompt, or a conversation that the chat template turns into a prompt."""
 
     model: str | None = None
     prompt: str | None = None

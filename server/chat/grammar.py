@@ -88,11 +88,11 @@ def call_rules(
 
 
 def _with_escaped_slashes(regex: str) -> str:
-    """The same expression, in which every slash is escaped, because a slash ends a regular expression in Lark.
+    """The same expression with every slash escaped, because a slash ends a regular expression in Lark.
 
-    Slashes that were escaped before keep their one backslash. Escaped backslashes are set aside first, as half of a surrogate
-    pair, which JSON in UTF-8 cannot contain: every other backslash then escapes the character after it. Calls of replace()
-    do not hold up the event loop, as a function that is called for each slash would, for up to 50 ms.
+    A slash that is already escaped keeps its one backslash. Escaped backslashes are first replaced by half of a surrogate pair,
+    which JSON in UTF-8 cannot contain, so that every remaining backslash escapes the character after it. Calls of replace() are
+    fast. A function that is called for each slash would hold up the event loop for up to 50 ms.
     """
     text = regex.replace("\\\\", "\ud800").replace("\\/", "/").replace("/", "\\/")
     return text.replace("\ud800", "\\\\")

@@ -40,7 +40,7 @@ class MessageReader:
         self._function_begun = False
 
     def read(self, text: str, last: bool = False) -> dict[str, Any]:
-        """The delta of what is certain by now. With `last`, of everything that is left."""
+        """The delta with what is certain by now. With `last`, it has everything that is left."""
         thoughts = ""
         calls: list[ToolCallDelta] = []
         if self._thoughts is not None:
@@ -61,7 +61,7 @@ class MessageReader:
         return {"role": "assistant", "content": None if delta else "", "refusal": None} | delta
 
     def finish_reason(self, reason: str | None) -> str | None:
-        """As OpenAI has it: "tool_calls" if the model has called tools, but "stop" if the request named the function."""
+        """OpenAI's finish reason: "tool_calls" if the model has called tools, but "stop" if the request named the function."""
         called = self._tools is not None and self._tools.num_calls > 0
         return "tool_calls" if reason == "stop" and called else reason
 

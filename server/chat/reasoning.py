@@ -1,7 +1,7 @@
-"""A reasoning model's thoughts, <think>...</think>, are separated from its answer while the text arrives.
+"""Separates a reasoning model's thoughts, <think>...</think>, from its answer while the text arrives.
 
     reader = ThoughtReader(inside=False)
-    thoughts, answer = reader.read("<think>\\nHm")     # a tag may arrive in several parts: text that may be one is held back
+    thoughts, answer = reader.read("<think>\\nHm")     # a tag may arrive in pieces: text that may belong to one is held back
     thoughts, answer = reader.read("m.</think>4", last=True)
 
 Some chat templates open the tag themselves, and some close it at once when thinking is turned off. The end of the prompt tells
@@ -35,12 +35,16 @@ def opened_by(prompt: str, continued: str | None = None) -> bool | None:
 
 
 class ThoughtReader:
-    """`inside` is what `opened_by` returns for the prompt. begun: the answer continues a text, so that white space is kept"""
+    """The reader of one answer.
+
+    inside: what `opened_by` returns for the prompt
+    begun:  whether the answer continues a text, so that white space at the beginning of the thoughts is kept
+    """
 
     def __init__(self, inside: bool | None, begun: bool = False):
         self._part = {True: "thoughts", False: "answer", None: "start"}[inside]
-        self._text = ""  # has arrived and has not been given out
-        self._begun = begun  # some thought that is not white space has arrived
+        self._text = ""  # text that has arrived and has not been returned
+        self._begun = begun  # whether thoughts other than white space have arrived
 
     def read(self, text: str, last: bool = False) -> tuple[str, str]:
         """The thoughts and the answer that are certain by now. With `last`, everything that is left."""

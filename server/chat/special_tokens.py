@@ -1,21 +1,22 @@
-"""The names of special tokens in a client's texts stay texts, whatever a chat template does with them.
+"""Keeps the names of special tokens in a client's texts plain text, whatever a chat template does with them.
 
     tokens = SpecialTokens(["<|im_start|>", "<|im_end|>"])
     prompt = tokens.apply(render, messages, tools, variables)
     ids = reader.encode(prompt.text, False, plain=prompt.plain)
 
-A special token that a template writes begins a turn or ends it. If a user's message could hold one, it could forge a turn of
-the system. A tokenizer cannot tell the two apart, because it gets one text, and a template may take a message apart and join
-it again. Therefore the conversation is rendered a second time, in which the characters with which special tokens begin are
-replaced by others in the client's texts. What is a special token in this prompt as well, the template has written. All others
-that are in the first prompt are the client's.
+A special token that a template writes begins or ends a turn. If a user's message could contain one, it could forge a system
+turn. A tokenizer cannot tell the template's special tokens from the client's, because it gets one text, and a template may take
+a message apart and join it again. Therefore the conversation is rendered a second time, with the first characters of special
+tokens replaced by others in the client's texts. Special tokens that are also in this second prompt come from the template. All
+other special tokens in the first prompt come from the client.
 
-A conversation without such characters is rendered once. If the template decides by these characters, so that the two prompts
-differ, the first one is used as long as both have the same special tokens. A message's role is left as it is: templates make
-special tokens of it, and it has no other characters than letters, digits and ".", "_" and "-".
+A conversation without such characters is rendered once. If a template's decisions depend on these characters, the two prompts
+differ. The first prompt is then used if both have the same special tokens, and the second one otherwise, with the original
+characters put back. A message's role is left unchanged: templates build special tokens from it, and it consists only of
+letters, digits, ".", "_" and "-".
 
 Left out: tokens that a tokenizer does not call special, such as <tool_call> of some models; and prompts without a template,
-which are texts of the client in which special tokens are allowed.
+in which the client may use special tokens.
 """
 
 from __future__ import annotations
@@ -30,24 +31,24 @@ Messages = list[dict[str, Any]]
 Tools = list[dict[str, Any]] | None
 Render = Callable[[Messages, Tools, dict[str, Any]], str]
 STAND_INS = range(0xF0000, 0x10FFFE)
-"""Characters for private use, of which some replace those with which special tokens begin."""
+"""Private-use characters. Some of them replace the first characters of special tokens."""
 PIECE = 1 << 16
 """Characters of a text that are searched at once."""
 KINDS = ("text", "image")
-"""Types of parts of a message, which no client writes."""
+"""Types of the parts of a message. The server writes them, not the client, so they are not replaced."""
 ALPHABET = 0x400
-"""Of the stand-ins, those that are used together."""
+"""The size of a set of stand-ins. A conversation uses those of one set."""
 
 
 class Prompt(NamedTuple):
-    """plain: where the text has names of special tokens that are no special tokens, as (begin, end), in order"""
+    """plain: (begin, end) of each name of a special token in the text that stays plain text, in order"""
 
     text: str
     plain: tuple[tuple[int, int], ...] = ()
 
 
 class SpecialTokens:
-    """names: of the special tokens; those of a single character cannot be told from a text and are left out"""
+    """names: the names of special tokens; a name of a single character cannot be told from text and is left out"""
 
     def __init__(self, names: Iterable[str]):
         known = {name for name in names if len(name) > 1}
@@ -56,7 +57,7 @@ class SpecialTokens:
         self._pattern = re.compile(_any_of(known) if known else "(?!)")
 
     def apply(self, render: Render, messages: Messages, tools: Tools, variables: dict[str, Any]) -> Prompt:
-        """The prompt that `render` makes of a conversation. Raises what it raises, and BadRequest."""
+        """The prompt that `render` makes of a conversation. Raises what `render` raises, and BadRequest."""
         text = render(messages, tools, variables)
         texts = list(_texts_of([messages, tools, variables]))
         present = [first for first in self._firsts if any(first in each for each in texts)]
@@ -109,7 +110,10 @@ def _texts_of(value: Any) -> Iterator[str]:
 
 
 def _stand_ins(characters: list[str], texts: list[str]) -> tuple[dict[str, str], dict[str, str]]:
-    """What replaces each character, and the other way round. None of the replacements is in the texts."""
+    """The stand-in of each character, and the reverse mapping. No stand-in is in the texts.
+
+    Raises BadRequest if there is no such set of stand-ins.
+    """
     for begin in STAND_INS[::ALPHABET]:
         forward = {character: chr(begin + number) for number, character in enumerate(characters)}
         if not any(stand_in in text for text in texts for stand_in in forward.values()):
@@ -118,7 +122,7 @@ def _stand_ins(characters: list[str], texts: list[str]) -> tuple[dict[str, str],
 
 
 def _replaced(value: Any, replacements: dict[str, str]) -> Any:
-    """The JSON value with other characters. Letters in keys stay, because templates know the names of fields and types."""
+    """The JSON value with replaced characters. Letters in keys stay, because templates know fields and types by their names."""
     if isinstance(value, str):
         for character, other in replacements.items():
             value = value.replace(character, other)
@@ -135,9 +139,9 @@ def _replaced(value: Any, replacements: dict[str, str]) -> Any:
 
 
 def _any_of(names: Iterable[str]) -> str:
-    """A regular expression for the longest of these names, in which common beginnings are tried once.
+    """A regular expression that finds the longest of these names, and tries common prefixes only once.
 
-    A model may have a thousand special tokens, and a text a million characters with which they begin.
+    A model may have a thousand special tokens, and a text may have a million characters with which one of them begins.
     """
     tree: dict[str, Any] = {}
     for name in names:
@@ -149,7 +153,7 @@ def _any_of(names: Iterable[str]) -> str:
 
 
 def _branches(tree: dict[str, Any]) -> str:
-    """What may follow in this branch."""
+    """The regular expression for what may follow in this branch."""
     only = ""
     while len(tree) == 1 and "" not in tree:
         [(character, tree)] = tree.items()

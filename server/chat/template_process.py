@@ -1,10 +1,10 @@
-"""Applies the chat template of a request, in a process of the engine's trial_process.py, which loads this file alone.
+"""Applies the chat template of a request in a process of fa_serve/sandbox/trial_process.py, which loads only this file.
 
-A template can loop without an end, multiply texts until the memory is full, and raise numbers to powers that keep the
-interpreter's lock for hours. The sandbox of jinja2 forbids none of that.
+A template can loop forever, multiply texts until the memory is full, and raise numbers to powers that hold the interpreter's
+lock for hours. The sandbox of jinja2 prevents none of this.
 
-`bound_output` and `first_showing` are for the templates of models and operators as well, which templates.py applies in the
-server's process: their output may be much longer than what they get.
+`bound_output` and `first_showing` also serve the templates of models and operators, which templates.py applies in the server's
+process, because the output of any template may be much longer than its input.
 """
 
 import json
@@ -19,10 +19,10 @@ class OutputTooLongError(Exception):
 
 
 def bound_output(text: str, max_chars: int) -> None:
-    """Let transformers' compiled form of this template stop as soon as it has written more characters.
+    """Make transformers' compiled form of this template stop as soon as it has written more than `max_chars` characters.
 
-    jinja2 joins what a template, a macro or a block has written with the function `concat` of its environment, which is one
-    for each compiled template.
+    jinja2 joins what a template, a macro or a block has written with the function `concat` of its environment. Each compiled
+    template has its own environment.
     """
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
@@ -42,10 +42,12 @@ def bound_output(text: str, max_chars: int) -> None:
 def first_showing(
     render: Callable[[Any], str | None], groups: Sequence[Sequence[Any]], words: Sequence[str]
 ) -> list[int | None]:
-    """Of each group of conversations, the number of the first one in whose text a word is; None if there is none.
+    """For each group of conversations, the index of the first one whose text contains one of the words; None if there is none.
 
-    A text may be as long as a prompt: it is gone before the next one is written, and what follows the first is not written.
-    render: what the template makes of a conversation; None if it refuses it
+    A text may be as long as a prompt, so it is dropped before the next one is written. Conversations after the first one with a
+    word are not rendered.
+
+    render: returns the text that the template makes of a conversation; None if the template refuses it
     """
 
     def shows(conversation: Any) -> bool:
@@ -56,11 +58,13 @@ def first_showing(
 
 
 def prepare(given: dict[str, Any]) -> Callable[[bytes], bytes]:
-    """The function takes a template, messages, tools, variables and the `end` (`PromptEnd` of conversation.py), and returns the
-    text or an error, in JSON. With `groups` of conversations and `words` in the place of messages and tools it returns what
-    `first_showing` finds.
+    """Return the function that trial_process.py calls for each request. Requests and replies are JSON.
 
-    given: max_chars, the characters that a prompt can have; a longer text is null
+    A request has a template, messages, tools, variables and the `end` (`PromptEnd` of conversation.py), and the reply has the
+    text or an error. A request with `groups` of conversations and `words` instead of messages and tools gets the result of
+    `first_showing`.
+
+    given: max_chars, the most characters that a prompt can have; in place of a longer text, the reply has null
     """
     from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -81,9 +85,9 @@ def prepare(given: dict[str, Any]) -> Callable[[bytes], bytes]:
             raise
         except OutputTooLongError:
             return {"text": None}
-        except Exception as error:  # what a client's program can raise
+        except Exception as error:  # whatever a client's template raises
             return {"error": f"{error!s:.{MAX_REASON}}"}
-        [text], _ = rendered  # of one conversation, and where its answers are
+        [text], _ = rendered  # the text of the one conversation, and where its answers are
         return {"text": text}
 
     def work(request: bytes) -> bytes:

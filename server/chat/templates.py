@@ -6,9 +6,9 @@
 
 A template may write a text of the request once for each message, so rendering stops when its output is longer than a prompt can
 be. A template silently leaves out what it does not know: tools, tool calls, names, variables. Such a request is refused here.
-Whether a template reads contents as strings or as lists of parts is found out with the first request (content_forms.py).
-transformers renders templates in jinja2's sandbox. Templates of requests are rendered in another process (template_process.py).
-Which template a request gets is decided in tokenization.py.
+Whether a template reads contents as strings or as lists of parts is found out once, with the first request at the latest
+(content_forms.py). transformers renders templates in jinja2's sandbox. Templates of requests are rendered in another process
+(template_process.py). Which template a request gets is decided in tokenization.py.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ class Template:
     """One chat template.
 
     reader: turns prompts into tokens, and knows how long they may be
-    fault:  what a template of the model must do and does not, which no request can repair; None if nothing is known. May be set
+    fault:  what is wrong with the model's own template, in words that follow "it" ("must accept ..."), and that no request can
+            repair; None if no fault is known. May be set later
     """
 
     def __init__(self, tokenizer: Any, text: str, reader: PromptReader, fault: str | None = None):
@@ -68,14 +69,15 @@ class Template:
 
     @cached_property
     def holds_the_interpreter(self) -> bool:
-        """Whether it has a power, or a product with a very large number: one call into C, which no deadline and no signal ends.
+        """Whether the template has a power, or a product and a very large number. Each of them is one call into C, which no
+        deadline and no signal can end.
 
-        jinja2 computes constants already when it compiles a template.
+        jinja2 evaluates constants when it compiles a template, so compiling such a template may be as slow.
         """
         try:
             found = [(kind, value) for _, kind, value in jinja2.Environment().lex(self._text)]
         except jinja2.TemplateSyntaxError:
-            return False  # it is not compiled either
+            return False  # such a template is never compiled
         if ("operator", "**") in found:
             return True
         numbers = [value.replace("_", "") for kind, value in found if kind == "integer"]
@@ -91,25 +93,25 @@ class Template:
         return MESSAGE_NAME.search(self._text) is not None
 
     def forms(self, trial: Trial | None = None) -> ContentForms:
-        """The forms of contents that the template reads. It is tried once. trial: as in `render`"""
+        """The forms of contents that the template reads. They are found out once. trial: as in `render`"""
         if self._forms is None:
             if trial is None and self.holds_the_interpreter:
-                return STRINGS  # it is refused
+                return STRINGS  # `render` refuses this template
             self._forms = find_forms(lambda groups: self._first_showing(groups, PROBE_FORMS, trial))
         return self._forms
 
     def writes_tool_images(self, image_text: str, trial: Trial | None = None) -> bool:
-        """Whether the template writes an image in a result of a tool, for which `image_text` stands. It is tried once."""
+        """Whether the template writes `image_text` for an image in the result of a tool. This is found out once."""
         if self._writes_tool_images is None:
             if trial is None and self.holds_the_interpreter:
-                return True  # it is refused
+                return True  # `render` refuses this template
             self._writes_tool_images = self._first_showing([TOOL_IMAGES], [image_text], trial) != [None]
         return self._writes_tool_images
 
     def _first_showing(
         self, groups: Sequence[Sequence[Conversation]], words: Sequence[str], trial: Trial | None
     ) -> list[int | None]:
-        """As `first_showing` of template_process.py."""
+        """The result of `first_showing` of template_process.py, in the trial's process if there is a trial."""
         if trial is None:
             return first_showing(self._render_probe, groups, words)
         variables = self._tokenizer.special_tokens_map
@@ -130,7 +132,7 @@ class Template:
 
     @cached_property
     def thinks(self) -> bool:
-        """Whether the template knows thoughts. One that opens them in each prompt need not have the closing tag."""
+        """Whether the template knows thoughts. A template that opens them in each prompt need not have the closing tag."""
         return OPENING in self._text or CLOSING in self._text
 
     def render(
@@ -143,8 +145,8 @@ class Template:
     ) -> str:
         """The prompt, up to the point where the assistant's answer begins. Raises BadRequest, which names the field.
 
-        end:   with `continue_final_message` the text of the last message has no end, and nothing is behind it
-        trial: where the template runs, with TrialError if it takes too much; without one, it runs in this thread
+        end:   where the prompt ends; with `continue_final_message`, nothing follows the text of the last message
+        trial: where the template runs, with TrialError if it takes too much; without a trial, it runs in this thread
         """
         if tools and not self.reads("tools"):
             raise BadRequest("This model's chat template does not support tools.", param="tools", code="unsupported_parameter")
@@ -181,7 +183,7 @@ class Template:
     def _apply(
         self, messages: Conversation, tools: list[dict[str, Any]] | None, variables: dict[str, Any], end: PromptEnd
     ) -> str:
-        """What transformers makes of it, in this thread."""
+        """Render the conversation with transformers, in this thread."""
         bound_output(self._text, self._reader.max_chars)
         apply = self._tokenizer.apply_chat_template
         text = apply(messages, tools, chat_template=self._text, tokenize=False, **end._asdict(), **variables)
@@ -196,7 +198,7 @@ class Template:
             raise HttpError(501, message, code="broken_chat_template")
 
     def closing(self) -> str:
-        """What the template writes behind a message of the assistant; "" if it takes no such message."""
+        """What the template writes after a message of the assistant; "" if it takes no such message."""
         if self.holds_the_interpreter:
             return ""
         said = {"user": "Hello", "assistant": PROBE}
@@ -244,9 +246,9 @@ class Template:
 
 
 def _left_out(messages: list[dict[str, Any]], prompt: str, roles: set[str]) -> Iterator[dict[str, Any]]:
-    """The messages of these roles of which the template has left out a text.
+    """The messages of these roles with a text that the template has left out.
 
-    Each text is looked for behind the one before, because 5,000 searches of a long prompt from its beginning take seconds.
+    Each search begins after the previous text, because 5,000 searches of a long prompt from its beginning take seconds.
     """
     position = 0
     for message in messages:

@@ -20,12 +20,12 @@ ARGUMENT_KEYS = ("arguments", "parameters")
 class CallParser:
     """Parses {"name": ..., "arguments": ...}, or only the arguments if the name is known already.
 
-    Raises ValueError at the first character that shows that the text is no call. The arguments are kept exactly as the model
+    Raises ValueError at the first character that shows that the text is not a call. The arguments are kept exactly as the model
     writes them. Some models wrap them in a string; then they are the content of the string.
 
     name:      the tool's name, once it has been read
-    announced: for the reader's use: the first delta of this call has been made
-    complete:  the call's last character has been read
+    announced: for the use of `ToolReader`: whether the first delta of this call has been made
+    complete:  whether the call's last character has been read
     """
 
     def __init__(self, name: str | None = None):
@@ -38,7 +38,7 @@ class CallParser:
         self._quoted = False
         self._escaped = False
         self._item: list[str] = []  # the characters of the key or value of the call's own object that is being read
-        self._first = ""  # of these, the first one that is not white space
+        self._first = ""  # the first of these characters that is not white space
         self._arguments: list[str] | None = None
         self._num_taken = 0
 

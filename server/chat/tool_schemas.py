@@ -31,7 +31,7 @@ def call_schemas(tools: Sequence[Tool], arguments_key: str) -> tuple[list[dict[s
 
 
 def call_list_schema(tools: Sequence[Tool], arguments_key: str, single: bool) -> dict[str, Any]:
-    """A non-empty list of calls; with `single`, of exactly one call."""
+    """The schema of a non-empty list of calls; with `single`, of exactly one call."""
     calls, definitions = call_schemas(tools, arguments_key)
     schema: dict[str, Any] = {"type": "array", "minItems": 1, "items": {"anyOf": calls}, "$defs": definitions}
     if single:

@@ -1,4 +1,4 @@
-"""Tool calls in a model's text, in the formats that chat templates teach, are found while the text arrives.
+"""Finds the tool calls in a model's text, in the formats that chat templates teach, while the text arrives.
 
     reader = ToolReader(FORMATS["hermes"], offered=["add"])
     content, calls = reader.read('<tool_call>{"name": "add", "arguments": {"a"')
@@ -6,7 +6,7 @@
 
 `calls` are deltas as OpenAI streams them: the first delta of a call has its id and name, the following ones have the arguments,
 character by character and unchanged. The result does not depend on where the text is cut, so a plain reply equals the sum of
-its stream. Text that looks like a call and turns out to be none becomes content. White space around calls is dropped.
+its stream. Text that looks like a call but is not one becomes content. White space around calls is dropped.
 
 Formats:
 - hermes, which Qwen uses too: <tool_call>{"name": ..., "arguments": ...}</tool_call>, any number of them
@@ -32,9 +32,9 @@ class ToolFormat:
     """
     opening:   the marker before calls; empty if the whole answer consists of calls
     closing:   the marker after a call, or empty
-    bare:      an object at the very start of an answer may also be a call, of a tool that was offered
-    named:     a call may be its name followed by its arguments
-    id_length: characters of a call's id, if the chat template checks it
+    bare:      whether an object at the very start of an answer may also be a call, if it names an offered tool
+    named:     whether a call may be the tool's name followed by the arguments
+    id_length: characters of a call's id, if the chat template checks their number
     """
 
     opening: str
@@ -71,8 +71,8 @@ class ToolReader:
     num_calls: calls that have begun so far, including those left out
 
     The reader is a state machine. Each state is a method that looks at the beginning of the text that has not been read. It
-    returns False if more text is needed to decide what the beginning is. Each character is read once and copied a few times,
-    because a model may write a hundred thousand markers.
+    returns False if more text is needed to decide what the beginning is. Each character is read once and copied only a few
+    times, because a model may write a hundred thousand markers.
     """
 
     NAMED_HEADER = re.compile(r"([\w.-]{1,128})(?:\[CALL_ID\]\w{1,64})?(?:\[ARGS\])?\s{0,16}")
@@ -90,8 +90,8 @@ class ToolReader:
         else:
             self._state = self._read_between_calls
         self._text = ""
-        self._position = 0  # in the text: what stands before it has been read
-        self._raw: list[str] | None = []  # read, and content if it turns out to be no call; None between calls
+        self._position = 0  # in `_text`: what comes before it has been read
+        self._raw: list[str] | None = []  # read, and content if it is not a call; None from an announced call to the next
         self._space: list[str] = []  # white space that is content if more content follows
         self._marked = False  # a marker has been seen
         self._after_call = False  # a call has ended and no content has followed
@@ -218,8 +218,8 @@ class ToolReader:
         return False
 
     def _take_in(self, end: int) -> None:
-        """The call has been fed with the text up to there: it is kept until the call is announced, and then it has more
-        arguments.
+        """Read the text up to `end`, which was fed to the call. Before the call is announced, this text is kept; after that, it
+        adds to the arguments.
         """
         self._keep(self._advance(end))
         if self._call.announced:
@@ -237,7 +237,7 @@ class ToolReader:
             self._raw.append(text)
 
     def _add_content(self, text: str) -> None:
-        if self._after_call:  # then there is no space
+        if self._after_call:  # then `_space` is empty
             text = text.lstrip()
         kept = text.rstrip()
         if kept:

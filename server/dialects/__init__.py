@@ -1,4 +1,4 @@
-"""Other APIs than chat completions, spoken by the same conversation, prompt and answer.
+"""APIs other than chat completions, which use the same conversation, prompt and answer.
 
 dialect.py            what they share: a request that becomes a ChatRequest, an answer that is a ChatAnswer, its parts
 anthropic_request.py  the request of Anthropic's Messages API, /v1/messages
@@ -9,5 +9,5 @@ responses_answer.py   its answer, as a response or as events
 responses_replies.py  types of what it returns
 
 The modules translate the form on the wire. Templates, tools, thoughts, limits and the engine are those of chat completions.
-Neither API keeps state here: conversations, stored responses, images and files are refused by their names.
+Neither API keeps state here: fields that refer to stored conversations, responses, images or files are refused by name.
 """

@@ -20,7 +20,7 @@ from .anthropic_replies import MessageReply, MessageUsage, StopReason
 from .anthropic_request import CountTokensRequest
 from .dialect import DialectAnswer, Part, event
 
-SIGNATURE = "unsigned"  # of thoughts: clients want one, and this server checks none
+SIGNATURE = "unsigned"  # of thoughts: clients expect a signature, and this server checks none
 DELTAS = {
     "thoughts": ("thinking_delta", "thinking"),
     "text": ("text_delta", "text"),
@@ -141,7 +141,7 @@ class MessagesAnswer(DialectAnswer):
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    """The arguments as an object. A call that was cut off gives what is complete; what is no object stays one text."""
+    """The arguments as an object. A call that was cut off gives what is complete; other text becomes the field `arguments`."""
     try:
         value = from_json(arguments or "{}", allow_partial="trailing-strings")
     except ValueError:

@@ -1,10 +1,10 @@
 """What clients send to /v1/messages and /v1/messages/count_tokens, Anthropic's Messages API.
 
 A request becomes a ChatRequest: `system` is its first message, a `tool_result` is a message of the role tool, and `tool_use`
-and `thinking` blocks are fields of the assistant's message. Texts of several blocks are joined by a line break, the assistant's
-without one. Images are parts of a message of the user or of the role tool. Coding agents always send `cache_control`, a budget
-for thoughts and an effort; docs/api.md says what becomes of these. Documents, citations, server tools and answers that begin
-with given text are refused.
+and `thinking` blocks are fields of the assistant's message. The texts of several blocks are joined by line breaks, except for
+the assistant's, which are joined without them. Images are parts of a message of the user or of the role tool. If the last
+message is one of the assistant, the answer continues its text. Coding agents always send `cache_control`, a budget for thoughts
+and an effort; docs/api.md says what the server does with these. Documents, citations and server tools are refused.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class TextBlock(StrictModel):
 
 
 def _media_type(value: Any) -> Any:
-    """As in a data URI: clients write image/jpg as well."""
+    """The media type, read as in a data URI, because clients write image/jpg as well."""
     return media_type_of(value[:MAX_HEAD]) if isinstance(value, str) else value
 
 
@@ -116,7 +116,7 @@ class ToolResultBlock(StrictModel):
     PART_OF_A_CONVERSATION: ClassVar[bool] = True
 
     def message(self) -> Message:
-        """The message of the role tool that says the same."""
+        """The equivalent message of the role tool."""
         content = self.content if isinstance(self.content, str) else _content(self.content or [])
         if self.is_error:
             mark = "Error: "
@@ -158,7 +158,7 @@ class Turn(StrictModel):
         return [] if isinstance(self.content, str) else self.content
 
     def messages(self) -> list[Message]:
-        """The messages of a chat that say the same."""
+        """The equivalent messages of a chat."""
         if isinstance(self.content, str):
             return [message(self.role, content=self.content)]
         if self.role == "assistant":
@@ -180,12 +180,12 @@ class Turn(StrictModel):
 
     @property
     def can_go_on(self) -> bool:
-        """Whether it is the beginning of an answer, which the answer continues."""
+        """Whether this turn is a message of the assistant that the answer can continue."""
         kinds = ["text"] if isinstance(self.content, str) else [block.type for block in self.content]
         return self.role == "assistant" and "text" in kinds and "tool_use" not in kinds
 
     def image_places(self, place: str) -> list[str]:
-        """Where its images are, in the order of `messages`. place: of this turn"""
+        """The places of this turn's images, in the order of `messages`. place: the place of this turn in the request"""
         return _image_places(self._blocks(), f"{place}.content")
 
     def _assistant(self) -> Message:
@@ -349,7 +349,7 @@ class MessagesRequest(CountTokensRequest):
 
 
 def _image_places(blocks: Sequence[Any], place: str) -> list[str]:
-    """Where the images of these blocks and of the results among them are. place: of the list"""
+    """The places of the images in these blocks and in the tool results among them. place: the place of the list"""
     places = []
     for number, block in enumerate(blocks):
         if isinstance(block, ImageBlock):

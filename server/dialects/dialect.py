@@ -1,4 +1,4 @@
-"""What the dialects share: a request that becomes a ChatRequest, and an answer that is a ChatAnswer in other words.
+"""What the dialects share: a request that becomes a ChatRequest, and a ChatAnswer that writes its answer in another form.
 
     class Request(Translated): def translated(self) -> ChatRequest: ...
     class Reply(DialectAnswer): ...
@@ -30,14 +30,16 @@ from ..strict import StrictModel, field_error
 
 
 def by_type(rule: str, default: str | None = None) -> Discriminator:
-    """Members of a union have a Tag of their type's name in angle brackets. Another type gets one error with this rule.
+    """The discriminator of a union whose members' Tags are their types' names in angle brackets.
+
+    An object of another type gets one error with this rule.
 
     default: the type of an object without the field `type`
     """
 
     def tag(value: Any) -> str:
         kind = value.get("type", default) if isinstance(value, dict) else getattr(value, "type", default)
-        # angle brackets make it no identifier, so that the location of an error leaves it out
+        # with angle brackets it is not an identifier, so the location of an error leaves it out
         return f"<{kind}>" if isinstance(kind, str) else "<>"
 
     return Discriminator(tag, custom_error_type="unknown_type", custom_error_message=rule)
@@ -48,7 +50,7 @@ def message(role: str, **fields: Any) -> Message:
 
 
 class Translated(StrictModel):
-    """A request with the meaning of a ChatRequest. It is translated while it is validated, beside the event loop if large."""
+    """A request that becomes a ChatRequest during its validation, so a thread translates it if it is large."""
 
     _chat: ChatRequest = PrivateAttr()
 
@@ -69,17 +71,22 @@ class Translated(StrictModel):
         return self._chat
 
     def translated(self) -> ChatRequest:
-        """The same request as one for chat completions. Raises a custom error of pydantic, which names the field."""
+        """The equivalent request for chat completions. Raises a custom error of pydantic, which names the field."""
         raise NotImplementedError
 
     def image_places(self) -> list[str]:
-        """The fields of this request that have the images of the other one, in their order."""
+        """The fields of this request that hold the images of the ChatRequest, in the order of those images."""
         raise NotImplementedError
 
 
 @dataclass
 class Part:
-    """number: among the parts of the answer; identity, name: of a call; text: so far, the arguments of a call"""
+    """A part of an answer.
+
+    number:         its index among the parts of the answer
+    identity, name: the id and the function's name, for a call
+    text:           its text so far; for a call, the arguments
+    """
 
     kind: Literal["thoughts", "text", "call"]
     number: int
@@ -92,7 +99,7 @@ Change = tuple[Literal["begin", "more", "end"], Part, str]
 
 
 class Parts:
-    """The parts of one answer. `read` gives the changes that a delta makes; `more` carries the text that is new."""
+    """The parts of one answer. `read` gives the changes that a delta makes; a change "more" carries the new text."""
 
     def __init__(self) -> None:
         self.all: list[Part] = []
@@ -102,7 +109,7 @@ class Parts:
         calls = list(delta.get("tool_calls", ()))
         if thoughts := delta.get("reasoning_content"):
             yield from self._text("thoughts", thoughts)
-        while calls and "id" not in calls[0]:  # more of the call that is open, which precedes any new text
+        while calls and "id" not in calls[0]:  # more arguments of the open call, which precede any new text
             yield from self._more(calls.pop(0)["function"]["arguments"])
         if text := delta.get("content"):
             yield from self._text("text", text)
@@ -126,7 +133,7 @@ class Parts:
         yield from self.end()
         self.all.append(part)
         self._open = True
-        yield "begin", replace(part), ""  # as it is now, without the text that follows
+        yield "begin", replace(part), ""  # a copy, which does not get the text that follows
 
     def _more(self, text: str) -> Iterator[Change]:
         if text:
@@ -137,10 +144,10 @@ class Parts:
 class DialectAnswer(ChatAnswer):
     """The answer to a request of a dialect.
 
-    FIELDS: the dialect's names of the fields of a ChatRequest that have another name there, for errors
-    _parts: of the answer, which is one choice
-    _changes: what the newest output has changed in the parts
-    _num_thought_tokens: generated before any part that is no thoughts
+    FIELDS: by field of a ChatRequest, its name in the dialect if that is different; used in errors
+    _parts: the parts of the answer, which has only one choice
+    _changes: the changes that the newest output has made to the parts
+    _num_thought_tokens: the number of tokens generated before the first part that is not thoughts
     """
 
     FIELDS: ClassVar[dict[str, str]]
@@ -156,7 +163,7 @@ class DialectAnswer(ChatAnswer):
 
     @contextmanager
     def _renamed(self) -> Iterator[None]:
-        """Errors name the fields of the dialect."""
+        """Inside this context, errors name the fields of the dialect."""
         try:
             yield
         except ParameterRefused as error:
@@ -176,7 +183,7 @@ class DialectAnswer(ChatAnswer):
         return {self.FIELDS.get(field, field): kinds for field, kinds in super()._constraints().items()}
 
     def _variables(self) -> dict[str, Any]:
-        """Whether to think, and how much, are wishes: they reach a chat template that reads such a variable."""
+        """Whether to think, and how much, are wishes: they are passed only to a chat template that reads such a variable."""
         wishes = {"enable_thinking": self._wants_thoughts(), "reasoning_effort": self._wanted_effort()}
         given = {name: value for name, value in wishes.items() if value is not None and self._template.reads(name)}
         return super()._variables() | given
@@ -196,5 +203,5 @@ class DialectAnswer(ChatAnswer):
 
 
 def event(name: str, fields: Mapping[str, Any]) -> bytes:
-    """A server-sent event behind "event: ", without the empty line at its end."""
+    """A server-sent event without "event: " at its beginning and without the empty line at its end."""
     return name.encode() + b"\ndata: " + to_json({"type": name} | dict(fields))

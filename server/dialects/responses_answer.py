@@ -20,7 +20,7 @@ from .dialect import DialectAnswer, Part, event
 from .responses_replies import ItemStatus, ResponseObject, ResponseUsage
 from .responses_request import ResponsesRequest
 
-PREFIXES = {"thoughts": "rs", "text": "msg", "call": "fc"}  # of the ids of items
+PREFIXES = {"thoughts": "rs", "text": "msg", "call": "fc"}  # of the ids of items, by the kind of a part
 DELTAS = {
     "thoughts": "response.reasoning_text",
     "text": "response.output_text",
@@ -39,7 +39,7 @@ class ResponsesAnswer(DialectAnswer):
 
     def __init__(self, request: ResponsesRequest, service: Service, key: str | None):
         self._request = request
-        self._number = 0  # of the next event
+        self._number = 0  # the number of the next event
         super().__init__(request, service, key)
 
     async def chunks(self) -> AsyncGenerator[bytes, None]:
@@ -143,7 +143,7 @@ class ResponsesAnswer(DialectAnswer):
         return {"type": "reasoning_text", "text": part.text}
 
     def _item(self, part: Part, status: ItemStatus) -> dict[str, Any]:
-        """The item of a part. One in progress has no content yet."""
+        """The item of a part. An item in progress has no content yet."""
         item: dict[str, Any] = {"id": self._item_id(part), "status": status}
         content = [] if status == "in_progress" else [self._content(part)]
         if part.kind == "text":

@@ -74,7 +74,10 @@ class IncompleteDetails(TypedDict):
 
 
 class ResponseObject(TypedDict):
-    """The fields of the request come back, null where it has none. Nothing is stored."""
+    """The response repeats the fields of the request. A field that the request leaves out is null or has its default.
+
+    Instructions, tools and text are not repeated if they are larger than 256 KiB together. Nothing is stored.
+    """
 
     id: str
     object: Literal["response"]

@@ -1,10 +1,10 @@
 """What clients send to /v1/responses, OpenAI's Responses API, without state.
 
 A request becomes a ChatRequest: `instructions` are its first message. Reasoning, a message of the assistant and function calls
-that follow each other are one message of the assistant, and an output of a function is a message of the role tool. What needs
-stored responses, such as `previous_response_id`, is refused; a client sends the whole conversation each time, as it does with
-`store: false`. Images are parts of a message of the user or of an output of a function. Files, references to items and the
-built-in tools are refused.
+that follow each other become one message of the assistant, and the output of a function becomes a message of the role tool.
+Fields that need stored responses, such as `previous_response_id`, are refused; a client sends the whole conversation each time,
+as it does with `store: false`. Images are parts of a message of the user or of the output of a function. Files, references to
+items and the built-in tools are refused.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ..schemas import NonEmpty
 from ..strict import NOTHING, StrictModel, Unsupported, field_error, known_parts, one_error
 from .dialect import Translated, by_type, message
 
-MAX_RETURNED = 1 << 18  # bytes of the request's instructions, tools and schema that each of a response's objects repeats
+MAX_RETURNED = 1 << 18  # bytes of the request's instructions, tools and schema that each response object may repeat
 Status = Annotated[Literal["in_progress", "completed", "incomplete"] | None, Field(description="Without an effect.")]
 Identity = Annotated[str | None, Field(description="Without an effect.")]
 
@@ -63,7 +63,7 @@ class ContentItem(StrictModel):
         return self
 
     def part(self) -> dict[str, Any]:
-        """The part of a chat's message that says the same."""
+        """The equivalent part of a chat's message."""
         if self.image_url is None:
             return {"type": "text", "text": self.text}
         return {"type": "image_url", "image_url": {"url": self.image_url}}
@@ -339,14 +339,14 @@ class ResponsesRequest(Translated):
 
 
 class AssistantTurn:
-    """Items that are one message of the assistant: reasoning, then a text, then calls, any of them."""
+    """Collects the items of one message of the assistant: reasoning, then a text, then calls. Each of these may be absent."""
 
     def __init__(self) -> None:
         self._fields: dict[str, Any] = {}
-        self._thoughts: list[str] = []  # joined at the end, because there may be thousands behind a long one
+        self._thoughts: list[str] = []  # joined only at the end, because joining thousands one by one is slow
 
     def takes(self, item: Any) -> bool:
-        """Whether the item belongs to the same message as those before. It has been added then."""
+        """Add the item if it belongs to the same message as the items before it. Return whether it does."""
         fields = self._fields
         if isinstance(item, ReasoningItem) and not {"content", "tool_calls"} & fields.keys():
             self._thoughts += [part.text for part in item.content or ()]
@@ -359,7 +359,7 @@ class AssistantTurn:
         return True
 
     def end(self) -> list[Message]:
-        """The message, if there is one. What comes next belongs to another one."""
+        """The message in a list, which is empty if there is no message. Later items belong to another message."""
         fields = self._fields
         if self._thoughts:
             fields["reasoning_content"] = "".join(self._thoughts)
@@ -369,7 +369,7 @@ class AssistantTurn:
 
 
 def _image_places(content: str | list[ContentItem], place: str) -> list[str]:
-    """Where the images of a content are. place: of the content"""
+    """The places of the images in a content. place: the place of the content in the request"""
     if isinstance(content, str):
         return []
     return [f"{place}[{number}].image_url" for number, part in enumerate(content) if part.image_url is not None]

@@ -1,7 +1,7 @@
-"""Pictures that clients send: where their bytes come from, and how strangers' files become pixels without harm.
+"""Pictures that clients send: where their bytes come from, and how untrusted files are decoded safely.
 
-addresses.py finds the bytes, of a data URI or of a host that the operator allows (fetching.py). decode_process.py decodes them
-and runs the model's processor, in a process that may die. kept_images.py keeps what came of a file, for the next request that
-has it. loader.py puts these together. Left out: what the processor makes of pixels, and the prompt around it
-(fa_serve.engine.images).
+addresses.py takes the bytes from a data URI, or names a host that the operator allows, from which fetching.py gets them.
+decode_process.py decodes them and runs the model's processor, in a process that may die. kept_images.py keeps the processed
+image for the next request with the same file. loader.py puts these together. Left out: what the processor makes of pixels, and
+the prompt around it (fa_serve.engine.images).
 """

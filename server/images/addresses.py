@@ -1,4 +1,4 @@
-"""What the address of an image says: a data URI with its bytes, or the https address of a host.
+"""Reads the address of an image: a data URI that holds its bytes, or an https address.
 
 picture = read_address(url, max_bytes=20 << 20)        # base64, or a Remote
 """
@@ -13,16 +13,16 @@ from .decode_process import BROKEN_BASE64
 
 MEDIA_TYPES = ("image/png", "image/jpeg", "image/webp", "image/gif")
 OTHER_NAMES = {"image/jpg": "image/jpeg"}
-"""Media types that are not registered, and that clients send."""
+"""Unregistered media types that clients send, and the registered ones that they stand for."""
 MAX_REPEATED = 80
 """Characters of an address that an error repeats."""
 MAX_HEAD = 512
-"""Characters of a data URI before its data: parameters of the media type, such as a name, have no effect."""
+"""The most characters of a data URI before its data. Parameters of the media type, such as a name, are allowed and ignored."""
 _DATA = re.compile(r"data:([^;,]*)(?:;[^;,]*)*;base64,", re.IGNORECASE)
 
 
 class RequestImage(NamedTuple):
-    """place: of the field with the url in the request, as errors name it; is_of_tool: whether it is in a result of a tool"""
+    """place: the request's field that holds the url, as errors name it; is_of_tool: whether the image is in a tool result"""
 
     url: str
     place: str
@@ -30,32 +30,32 @@ class RequestImage(NamedTuple):
 
 
 class ImageAddressError(ValueError):
-    """Why the address of an image is refused. The text completes the sentence "<field> must ..."."""
+    """An image or its address is refused. The text completes the sentence "<field> must ..."."""
 
 
 class Remote(NamedTuple):
-    """An https address. host: in lower case, as it is looked up; target: path and query"""
+    """An https address. host: the host name in lower case; target: path and query"""
 
     host: str
     target: str
 
 
 def read_address(url: str, max_bytes: int) -> memoryview | Remote:
-    """The base64 of a data URI, or where the image lies. Raises ImageAddressError.
+    """The base64 of a data URI, or the https address of the image. Raises ImageAddressError.
 
-    The base64 is one line of ASCII, and not known to be right: reading it holds the interpreter for milliseconds a megabyte, so
-    the process that decodes does it.
+    The base64 is one line of ASCII that has not been validated. Decoding it would hold the interpreter for milliseconds per
+    megabyte, so the process that decodes the image does it.
     """
-    url = url.strip()  # as URLs are read
+    url = url.strip()  # URL parsers ignore spaces around a URL
     if url[:5].lower() == "data:":
         return _data_of(url, max_bytes)
     return read_remote(url)
 
 
 def read_remote(url: str, is_redirect: bool = False) -> Remote:
-    """Raises ImageAddressError for anything but an https address with a plain host name and the usual port.
+    """Split an address into host and target. Raises ImageAddressError unless it is https, with a plain host name and port 443.
 
-    is_redirect: the client has not written it, and may have no right to know it: no error repeats more of it than the scheme
+    is_redirect: the address is from a redirect, and the client may have no right to know it. An error repeats only its scheme
     """
 
     def got(value: object) -> str:
@@ -65,7 +65,7 @@ def read_remote(url: str, is_redirect: bool = False) -> Remote:
         parts = urlsplit(url)
         port = parts.port
     except ValueError:
-        shown = url.rpartition("@")[2][:MAX_REPEATED]  # what stands before may be a password
+        shown = url.rpartition("@")[2][:MAX_REPEATED]  # the text before the @ may hold a password
         raise ImageAddressError(f"be a data URI or an https address that can be read{got(repr(shown))}") from None
     if parts.scheme != "https":
         raise ImageAddressError(f"be a data URI or an https address, got one of the scheme {parts.scheme[:20]!r}")
@@ -85,12 +85,12 @@ def read_remote(url: str, is_redirect: bool = False) -> Remote:
 
 
 def is_host(name: str) -> bool:
-    """Whether an address can name this host: in lower case, without a port."""
+    """Whether this is a host name as an address may have it: lower case, without a port."""
     return re.fullmatch(r"[a-z0-9.-]{1,253}", name) is not None
 
 
 def media_type_of(text: str) -> str:
-    """The registered name of a media type, whose case and parameters say nothing."""
+    """The registered name of a media type. Its case and its parameters are ignored."""
     name = text.partition(";")[0].strip().lower()
     return OTHER_NAMES.get(name, name)
 

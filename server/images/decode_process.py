@@ -1,13 +1,13 @@
-"""Decodes an image and processes it for the model's towers, in a process of fa_serve/sandbox, which loads this file alone.
+"""Decodes an image and processes it for the model's towers, in a process of fa_serve/sandbox that loads only this file.
 
 A picture of 10 kB can have 10^9 pixels, and decoders are written in C. So the size is read from the header first, and the
-process has limits of memory and time: whatever a file does to it, the server goes on. The model's processor, which resizes and
-normalises pixels, would hold the interpreter of the server for tens of milliseconds at a time, so it runs here as well.
+process has limits of memory and time: whatever a file does to the process, the server goes on. The model's processor, which
+resizes and normalises pixels, would hold the interpreter of the server for tens of milliseconds at a time, so it runs here too.
 
-A processor that cannot be loaded here gets no pixels: they are what comes of the image then, and why is told with them.
+If the model's processor cannot be loaded here, the process returns the decoded pixels and the reason.
 
-torch says by no type of error that it has no memory, but it tells its profiler. So an image that the processor refuses is
-processed once more, with the profiler.
+torch has no type of error for a lack of memory on the CPU, but it reports the event to its profiler. So an image that the
+processor refuses is processed a second time, under the profiler, to find out whether memory was the cause.
 """
 
 import base64
@@ -21,11 +21,11 @@ from collections.abc import Callable
 from typing import Any
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
-BROKEN_BASE64 = "have base64 that is complete and without other characters"  # of a data URI, or without one
-MAX_RATIO = 200  # of the longer side to the shorter one: processors refuse or blow up what is longer
+BROKEN_BASE64 = "have base64 that is complete and without other characters"  # completes "image_url must ..."
+MAX_RATIO = 200  # of the longer side to the shorter one, at most: processors refuse longer pictures, or blow them up
 
 
-STRIP = 1 << 20  # pixels that are written at once
+STRIP = 1 << 20  # pixels that are written to the file at once
 
 
 class Refused(Exception):
@@ -33,18 +33,24 @@ class Refused(Exception):
 
 
 def prepare(given: dict[str, Any]) -> Callable[[bytes, int], bytes]:
-    """The function takes the bytes of a file in base64, and a descriptor of a file to which it writes what it makes of them.
+    """Make the function that decodes and processes one image.
 
-    It returns JSON: what `ProcessedImage.read` needs; or, for an image that is refused, an error that completes the sentence
-    "image_url must ...", or the rule for images that the processor has. Without a processor it returns the size, and why there
-    is no processor, and the file has pixels of four bytes: red, green, blue and nothing. It raises MemoryError.
+    The function takes the image file in base64, and the descriptor of a file to which it writes the result. It returns JSON:
 
-    given: max_pixels; processor: None, or `path` and `trust_remote_code` of the model's
+    - the fields that `ProcessedImage.read` needs, if the processor has run; the file then holds the tensors;
+    - `error`, which completes the sentence "image_url must ...", if the image is refused;
+    - `rule` and `value` of the ParameterError, if the processor refuses the image;
+    - `width`, `height` and `reason` without a processor. `reason` says why it could not be loaded, or is "" if none was given.
+      The file then holds pixels of four bytes: red, green, blue and an unused byte.
+
+    It raises MemoryError.
+
+    given: `max_pixels`, and `processor`, which is None or holds `path` and `trust_remote_code` of the model's processor
     """
     from PIL import Image
 
     Image.init()
-    Image.MAX_IMAGE_PIXELS = None  # ours is the limit, which raises no warning
+    Image.MAX_IMAGE_PIXELS = None  # _check_header applies our own limit, without Pillow's warning
     max_pixels = given["max_pixels"]
     process, reason = _load_processor(given["processor"]) if given["processor"] else (None, "")
 
@@ -61,8 +67,8 @@ def prepare(given: dict[str, Any]) -> Callable[[bytes, int], bytes]:
 
 
 def _load_processor(given: dict[str, Any]) -> tuple[Callable[[Any, int], dict[str, Any]] | None, str]:
-    """What processes an image and writes the result to a file; or None, and the reason."""
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # its children could not use what this process had opened
+    """A function that processes an image and writes the result to a file, and ""; or None and why it cannot be loaded."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # forked children could not use a GPU that this process had opened
     os.environ["KINETO_LOG_LEVEL"] = "99"  # the profiler would write lines to the server's log
     try:
         import torch
@@ -71,11 +77,11 @@ def _load_processor(given: dict[str, Any]) -> tuple[Callable[[Any, int], dict[st
         from fa_serve.engine.images.processed import PixelProcessor
         from fa_serve.spec import ParameterError
 
-        torch.set_num_threads(1)  # children have none of the threads of this process
+        torch.set_num_threads(1)  # forked children inherit none of the threads of this process
         processor = PixelProcessor.of_model(given["path"], trust_remote_code=given["trust_remote_code"])
-        with contextlib.suppress(ParameterError):  # what is loaded at first use is not loaded again by each child
+        with contextlib.suppress(ParameterError):  # loads here what the first use loads, so that no child has to load it
             processor.process(Image.new("RGB", (64, 64)))
-    except Exception as error:  # whatever the code of a processor can raise
+    except Exception as error:  # the code of a processor may raise anything
         return None, f"{type(error).__name__}: {error}"
 
     def process(image: Any, file: int) -> dict[str, Any]:
@@ -83,7 +89,7 @@ def _load_processor(given: dict[str, Any]) -> tuple[Callable[[Any, int], dict[st
             return processor.process(image).write(file)
         except ParameterError as error:
             told = {"rule": error.rule, "value": error.value}
-        # outside of the handler, whose error keeps the memory of the work
+        # after the handler, because its error keeps the memory of the first attempt alive
         if _lacks_memory(lambda: processor.process(image)):
             raise MemoryError
         return told
@@ -92,20 +98,20 @@ def _load_processor(given: dict[str, Any]) -> tuple[Callable[[Any, int], dict[st
 
 
 def _lacks_memory(work: Callable[[], Any]) -> bool:
-    """Whether torch gets no memory in this work. Raises MemoryError where others get none."""
+    """Whether torch runs out of memory in this work. Raises MemoryError if another library does."""
     from torch.autograd.profiler import profile
     from torch.autograd.profiler_util import OUT_OF_MEMORY_EVENT_NAME
 
     from fa_serve.spec import ParameterError
 
-    with profile(profile_memory=True) as seen, contextlib.suppress(ParameterError):  # the first one is told
+    with profile(profile_memory=True) as seen, contextlib.suppress(ParameterError):  # the caller reports the first one
         work()
     events: Any = seen.kineto_results
     return any(event.name() == OUT_OF_MEMORY_EVENT_NAME for event in events.events())
 
 
 def _decode(request: bytes, max_pixels: int) -> Any:
-    """An image of PIL in RGB. Raises Refused."""
+    """Decode a file in base64 into a PIL image in RGB. Raises Refused."""
     from PIL import Image, ImageOps
 
     try:
@@ -116,14 +122,14 @@ def _decode(request: bytes, max_pixels: int) -> Any:
         raise Refused("hold an image, got no bytes")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Pillow warns of palettes with transparency and of spoilt EXIF, and goes on
+            warnings.simplefilter("ignore")  # Pillow warns about palettes with transparency and damaged EXIF, and goes on
             with Image.open(io.BytesIO(data), formats=FORMATS) as image:
                 _check_header(image, max_pixels)
                 image.load()
                 return ImageOps.exif_transpose(image).convert("RGB")
     except (Refused, MemoryError):
         raise
-    except Exception as error:  # whatever a decoder raises for a file of a stranger
+    except Exception as error:  # a decoder may raise anything for an untrusted file
         raise Refused(f"be a complete PNG, JPEG, WebP or GIF ({type(error).__name__})") from None
 
 
@@ -133,7 +139,7 @@ def _check_header(image: Any, max_pixels: int) -> None:
         raise Refused(f"have at most {max_pixels} pixels (--max-image-pixels), got {width} x {height}")
     if max(width, height) > MAX_RATIO * min(width, height):
         raise Refused(f"have sides of which one is at most {MAX_RATIO} times the other, got {width} x {height}")
-    # the first picture of a camera's MPO is a JPEG, and those behind it are previews of it or seen by another eye
+    # the first picture of a camera's MPO is a JPEG; the others are previews of it or views from another lens
     if image.format != "MPO" and getattr(image, "is_animated", False):
         raise Refused("be a single picture, got an animated one")
 

@@ -2,18 +2,18 @@
 
     data = fetch(remote, FetchLimits(hosts=("images.example.org",), max_bytes=20 << 20, timeout=10.0))
 
-A name is looked up once, and the connection goes to an address that was checked: a second answer of the DNS changes nothing.
-An address counts only if it is global, and every address of the name must be. A redirect is another fetch, with all checks. The
-body is cut off at its limit while it arrives. No proxy is asked, because that would look the name up again.
+A name is looked up once, and the connection goes to an address that was checked, so a second DNS answer changes nothing. Every
+address of the name must be global. A redirect is another fetch, with all checks. The body is cut off at its limit while it
+arrives. No proxy is used, because a proxy would look the name up again.
 
-Each wait for a byte, of TLS, of the head and of the body, ends when the time of the whole fetch is up, so a server that sends
-one byte a second holds a thread no longer than one that sends none. A name is looked up by the system's resolver, which nothing
-can interrupt: the caller stops waiting for the thread then (loader.py).
+Each wait for a byte of the TLS handshake, the head or the body ends when the time of the whole fetch is up. So a server that
+sends one byte a second holds a thread no longer than one that sends none. The system's resolver looks names up, and nothing can
+interrupt it: when the time is up, the caller stops waiting for the thread (loader.py).
 
-An error says what an allowed host has answered: its status, its encoding, its size. It says neither an address nor the name of
-a host that a redirect leads to.
+An error tells what an allowed host has answered: its status, its encoding, its size. It contains no IP address, and not the
+name of a host that a redirect leads to.
 
-Left out: which clients may ask for it. Each client that may use the model may.
+Left out: which clients may fetch images. Every client that may use the model may.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Resolve = Callable[[str], list[str]]
 
 @dataclass(frozen=True)
 class FetchLimits:
-    """hosts: that are allowed, in lower case; max_bytes: of a body; timeout: seconds for all of it, redirects included"""
+    """hosts: the allowed hosts, in lower case; max_bytes: the largest body; timeout: seconds for a fetch with its redirects"""
 
     hosts: tuple[str, ...]
     max_bytes: int
@@ -57,14 +57,14 @@ class FetchLimits:
 
 
 class _Deadline:
-    """When a fetch must have ended."""
+    """The time at which a fetch must have ended."""
 
     def __init__(self, limits: FetchLimits) -> None:
         self._limits = limits
         self._end = time.monotonic() + limits.timeout
 
     def left(self) -> float:
-        """Seconds, more than 0. Raises ImageAddressError when the time is up."""
+        """The seconds that are left, more than 0. Raises ImageAddressError when the time is up."""
         seconds = self._end - time.monotonic()
         if seconds <= 0:
             raise self._limits.too_late()
@@ -72,7 +72,7 @@ class _Deadline:
 
 
 class _Incoming(io.RawIOBase):
-    """What comes from a connection. No wait for it outlasts the fetch."""
+    """The bytes that arrive on a connection. No wait for them outlasts the deadline of the fetch."""
 
     def __init__(self, connection: socket.socket, deadline: _Deadline) -> None:
         self._connection = connection
@@ -87,7 +87,7 @@ class _Incoming(io.RawIOBase):
 
 
 class _Channel:
-    """A connection as http.client takes it, with the time of the whole fetch in place of one for each call."""
+    """A connection as http.client takes it, with one deadline for the whole fetch instead of a timeout for each call."""
 
     def __init__(self, connection: socket.socket, deadline: _Deadline) -> None:
         self._connection = connection
@@ -103,7 +103,7 @@ class _Channel:
             view = view[self._connection.send(view) :]
 
     def close(self) -> None:
-        """Nothing: http.client closes a connection before the body has been read, and `_get` closes this one."""
+        """Do nothing. http.client would close the connection before the body has been read; `_get` closes it afterwards."""
 
 
 def resolve_host(host: str) -> list[str]:
@@ -113,7 +113,7 @@ def resolve_host(host: str) -> list[str]:
 
 
 def fetch(remote: Remote, limits: FetchLimits, resolve: Resolve = resolve_host) -> bytes:
-    """The body behind an address. Raises ImageAddressError, which says nothing of addresses inside the operator's network."""
+    """Fetch the body at an address. Raises ImageAddressError, which reveals no address inside the operator's network."""
     deadline = _Deadline(limits)
     for _ in range(MAX_REDIRECTS + 1):
         if remote.host not in limits.hosts:
@@ -122,7 +122,7 @@ def fetch(remote: Remote, limits: FetchLimits, resolve: Resolve = resolve_host) 
         address = check_addresses(remote.host, resolve)
         try:
             answer = _get(remote, address, deadline, limits)
-        except ImageAddressError:  # a ValueError too, which says more
+        except ImageAddressError:  # it is also a ValueError, but its text is better than the one below
             raise
         except TimeoutError:
             raise limits.too_late() from None
@@ -150,7 +150,7 @@ def check_addresses(host: str, resolve: Resolve) -> str:
 
 
 def _is_global(address: Address) -> bool:
-    """Whether an address is one of the public internet, also inside of the forms in which IPv6 holds one of IPv4."""
+    """Whether an address is on the public internet. An IPv4 address that is embedded in an IPv6 address must be, too."""
     inner: list[Address] = [address]
     if isinstance(address, ipaddress.IPv6Address):
         held = [address.ipv4_mapped, address.sixtofour, *(address.teredo or ())]
@@ -166,11 +166,11 @@ class _Redirect:
 
 
 def _get(remote: Remote, address: str, deadline: _Deadline, limits: FetchLimits) -> bytes | _Redirect:
-    """One request over TLS, whose certificate must be that of the name."""
+    """Send one request over TLS. The server's certificate must be valid for the host name."""
     connection = http.client.HTTPConnection(remote.host)
     context = ssl.create_default_context()
     with socket.create_connection((address, 443), timeout=deadline.left()) as plain:
-        plain.settimeout(deadline.left())  # of the whole handshake
+        plain.settimeout(deadline.left())  # for the whole handshake
         with context.wrap_socket(plain, server_hostname=remote.host) as secure:
             connection.sock = _Channel(secure, deadline)
             headers = {"accept": "image/*", "accept-encoding": "identity", "user-agent": "fa_serve", "connection": "close"}
@@ -189,7 +189,7 @@ def _get(remote: Remote, address: str, deadline: _Deadline, limits: FetchLimits)
 
 
 def _read(response: http.client.HTTPResponse, limits: FetchLimits) -> bytes:
-    """The body. Its length is checked while it arrives too, because the head may say nothing of it."""
+    """Read the body. Its length is also checked while it arrives, because the head need not give it."""
     if response.length is not None and response.length > limits.max_bytes:
         raise limits.too_large(str(response.length))
     pieces: list[bytes] = []

@@ -1,15 +1,15 @@
-"""Processed images of files that came before, so that a conversation about a picture has it decoded once.
+"""Processed images of earlier requests, so that a picture is decoded only once in a conversation about it.
 
     kept = KeptImages(max_bytes=512 << 20)
     key = key_of_file(data, salt)
     image = kept.find(key)                   # or None
     kept.keep(image)                         # image.key is that key
 
-The key is a hash of the file and of the salt of its request: requests that share no prefixes share no images either, because
-an image that is found makes an answer begin sooner. It becomes the key of the image in the engine, whose embeddings are
-shared by the same requests therefore, and nobody hashes pixels.
+The key is a hash of the file and of the salt of its request. Requests that share no prefixes share no images either: an answer
+begins sooner if its image is found, and another client could see that. The same key identifies the image in the engine, so the
+same requests also share its embeddings, and its pixels need not be hashed.
 
-Left out: the processor, of which a server has one.
+The key does not name the processor, because a server has only one.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from hashlib import blake2b
 from fa_serve.engine.images.processed import ProcessedImage
 
 MAX_IMAGES = 256
-"""Each image has a descriptor, of which a process may have 1024 by default."""
+"""How many images are kept at most. Each image holds a file descriptor, and a process may have 1024 of them by default."""
 
 
 def key_of_file(data: bytes | memoryview, salt: str | None) -> bytes:
-    """16 bytes. data: in base64; salt: as `Isolation.cache_salt` gives it"""
+    """The key of a file, 16 bytes. data: the file in base64; salt: the result of `Isolation.cache_salt`"""
     salted = blake2b(salt.encode(), digest_size=32).digest() if salt is not None else b""
     return blake2b(data, digest_size=16, key=salted, person=b"file").digest()
 
 
 class KeptImages:
-    """Owner of the images, to be used on the event loop. What was found least recently goes first.
+    """Owner of the images. Use it only on the event loop. The least recently used image is dropped first.
 
-    max_bytes: of their tensors; num_bytes: that they take
+    max_bytes: the most bytes that the images' tensors may take; num_bytes: the bytes that they take now
     """
 
     def __init__(self, max_bytes: int) -> None:

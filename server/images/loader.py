@@ -1,15 +1,16 @@
-"""The pictures of a request as the model's towers take them: fetched, decoded and processed one after the other, in turns with
-those of other clients. A picture whose file came before is neither decoded nor processed again (kept_images.py).
+"""Turns the pictures of a request into inputs of the model's towers. They are fetched, decoded and processed one after another,
+and clients take turns. A file that is still kept from an earlier request is neither decoded nor processed again
+(kept_images.py).
 
 loader = ImageLoader(settings, config_of_engine)
 loader.start()                                   # in the background; without it, the first picture waits for seconds
 images = await loader.load(found, client, salt)  # processed images; raises BadRequest, and Unavailable if no process works
 loader.close()
 
-found: `RequestImage`s, whose place in the request is what an error names.
+found: the `RequestImage`s of a request. An error names the place of an image in the request.
 
-Without a model, or with one whose processor cannot be loaded by the process that decodes, they are PIL images in RGB. The
-caller processes these, which holds the interpreter for tens of milliseconds at a time.
+If there is no model, or if the process that decodes cannot load the model's processor, `load` returns PIL images in RGB. The
+caller then has to process them, which holds the interpreter for tens of milliseconds at a time.
 """
 
 from __future__ import annotations
@@ -42,18 +43,18 @@ from .fetching import FetchLimits, fetch
 from .kept_images import KeptImages, key_of_file
 
 log = logging.getLogger("fa_serve.server")
-PIXEL = 4  # bytes
-MAX_PROCESSES = 8  # by default: the process that they are forked from makes some tens a second
-MAX_FETCHES = 16  # images of other hosts that are fetched at the same time
-MAX_FETCHES_OF_HOST = 3  # of these, from one host: five hosts that do not answer leave a thread to others
-PIECE = 3 << 18  # bytes that are written in base64 at once: the interpreter is held for a millisecond
+PIXEL = 4  # bytes of a pixel
+MAX_PROCESSES = 8  # the most by default: the process from which they are forked makes only some tens of them a second
+MAX_FETCHES = 16  # images that are fetched from other hosts at the same time
+MAX_FETCHES_OF_HOST = 3  # of these, from one host: with five hosts that do not answer, one thread is left for other hosts
+PIECE = 3 << 18  # bytes that are encoded in base64 at once, which holds the interpreter for a millisecond
 
 
 class ImageLoader:
-    """Threads: one reads addresses and hashes files, some wait for other people's servers, and the others wait for processes
-    that decode and process pictures.
+    """Loads pictures with several threads: one reads addresses and hashes files, some wait for the hosts of images, and the
+    others wait for the processes that decode and process pictures.
 
-    config: tells the settings of the engine once it is loaded; without it there is no model whose processor could run
+    config: returns the engine's settings once the engine is loaded; None if there is no model whose processor could run
     """
 
     def __init__(self, settings: Settings, config: Callable[[], EngineConfig] | None = None):
@@ -62,7 +63,7 @@ class ImageLoader:
         self._fetching = DeadlineThread("images of other hosts", MAX_FETCHES, MAX_FETCHES_OF_HOST)
         self._num_processes = settings.image_processes or _default_processes()
         self._decoding = DeadlineThread("images", self._num_processes)
-        # no two requests share anything then
+        # with "none", no two requests share anything
         self._kept = KeptImages(0 if settings.prefix_sharing == "none" else settings.kept_image_bytes)
         self._has_warned = False
         self._max_images = settings.max_images
@@ -85,19 +86,19 @@ class ImageLoader:
         return Trials(decode_process.__file__, given, self._trial_limits, keep=self._num_processes)
 
     def start(self) -> None:
-        """Start the process in the background, if requests may have images."""
+        """Start the process that decodes images in the background, if requests may have images."""
         if self._max_images:
             threading.Thread(target=_start, args=[self._trials], name="start of images", daemon=True).start()
 
     def close(self) -> None:
-        """End the process."""
+        """End the process that decodes images."""
         if "_trials" in vars(self):
             self._trials.close()
 
     async def load(self, images: Sequence[RequestImage], client: str | None, salt: str | None = None) -> list[Any]:
-        """The number of images is checked before anything is done with them.
+        """Load the images of a request. Their number is checked first.
 
-        salt: requests of the same salt share what is made of a file (bounds/isolation.py)
+        salt: only requests with the same salt share the processed image of a file (bounds/isolation.py)
         """
         if len(images) > self._max_images:
             message = f"A request may have at most {self._max_images} images (--max-images), got {len(images)}."
@@ -125,14 +126,14 @@ class ImageLoader:
             raise parameter_refused(error, image.place) from None
 
     async def _fetch(self, remote: Remote, client: str | None) -> bytes | memoryview:
-        """The file in base64. A resolver that does not answer holds its thread for longer than this waits for it."""
+        """Fetch a file, in base64. A resolver that does not answer may hold its thread for longer than this method waits."""
         limits = self._limits
-        lane = remote.host if remote.host in limits.hosts else None  # others are refused at once
+        lane = remote.host if remote.host in limits.hosts else None  # `fetch` refuses other hosts at once
         try:
             return await self._fetching.run(
                 lambda: _base64_of(fetch(remote, limits)), client, timeout=limits.timeout, lane=lane
             )
-        except asyncio.TimeoutError:  # python 3.10 has two kinds
+        except asyncio.TimeoutError:  # in Python 3.10, this is not the built-in TimeoutError
             raise limits.too_late() from None
 
     def _decode(self, data: bytes | memoryview, key: bytes, trial: Trial) -> Any:
@@ -162,12 +163,12 @@ def _start(trials: Trials) -> None:
 
 
 def decode(data: bytes | memoryview, max_result: int, trial: Trial, key: bytes = b"") -> tuple[Any, str]:
-    """What the process makes of an untrusted file: a processed image, or a PIL image and why it is not processed.
+    """Let a process decode an untrusted file. Returns a processed image and "", or a PIL image and why it is not processed.
 
-    The process writes tensors or pixels into memory that both share, at most `max_result` bytes. A reply of 64 MB in base64
-    would hold the interpreter for a quarter of a second, in single calls that nothing can interrupt.
+    The process writes the tensors or pixels into memory that it shares with the server, at most `max_result` bytes. A reply of
+    64 MB in base64 would hold the interpreter for a quarter of a second, in single calls that nothing can interrupt.
 
-    data: in base64; key: of the processed image
+    data: the file in base64; key: the key of the processed image
 
     Raises ImageAddressError for a file that is refused, ParameterError for an image that the model's processor refuses, and
     what `Trial.run` raises.
@@ -184,13 +185,13 @@ def decode(data: bytes | memoryview, max_result: int, trial: Trial, key: bytes =
             return ProcessedImage.read(told, file, key), ""
         size = (told["width"], told["height"])
         mapped: Any = mmap.mmap(file, PIXEL * size[0] * size[1], access=mmap.ACCESS_READ)
-        # Pillow lays RGB out in four bytes as well, so this copies rows, and lets others run meanwhile
+        # Pillow also stores RGB in four bytes per pixel, so this only copies rows, and other threads can run meanwhile
         return Image.frombuffer("RGBX", size, mapped, "raw", "RGBX", 0, 1).convert("RGB"), told["reason"]
 
 
 @contextmanager
 def _shared_memory(size: int) -> Iterator[int]:
-    """A file without a name, of which memory is taken only where it is written. No process can change its size."""
+    """An unnamed file that takes memory only where it has been written. With memfd, no process can change its size."""
     if hasattr(os, "memfd_create"):
         file = os.memfd_create("image", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     else:

@@ -1,1 +1,1 @@
-"""What operators see: metrics, logs, traces, timelines, the report of the start. Left out: dashboards (deploy/)."""
+"""What operators see: metrics, logs, traces, timelines, the startup report. Left out: dashboards (deploy/)."""

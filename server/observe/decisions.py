@@ -1,8 +1,8 @@
-"""What a server has decided at its start and why, in about ten lines: for its operator, who should not have to guess.
+"""What a server has decided at its start and why, in about ten lines, so that its operator does not have to guess.
 
-    for name, text in decisions(settings, engine, service.task): print(name, text)
+    for name, text in decisions(settings, engine): print(name, text)
 
-Each line names the flag that changes it. Left out: how long the start took (startup_report.py), and why a backend of attention
+Each line names the flag that changes it. Left out: how long the start took (startup_report.py), and why an attention backend
 serves a model or not (`fa-serve info MODEL`).
 """
 
@@ -19,7 +19,7 @@ LOCAL = ("127.0.0.1", "::1", "localhost")
 
 
 def decisions(settings: Settings, engine: AsyncEngine) -> list[tuple[str, str]]:
-    """(subject, what was decided and why) of a loaded engine. No key is shown."""
+    """Pairs (subject, what was decided and why) for a loaded engine. No key is shown."""
     config = engine.config
     lines = [("device", _device(settings, engine)), ("dtype", _dtype(settings, config))]
     if engine.card is None:

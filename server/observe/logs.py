@@ -1,4 +1,4 @@
-"""The log on stderr, as plain text or as JSON lines. Each module decides what it logs; startup_report.py prints on stdout.
+"""The log on stderr, as plain text or as JSON lines. Each module decides what it logs; startup_report.py prints to stdout.
 
 No request waits for the log. Records are queued, and a thread writes them. If nobody reads stderr, the queue fills and further
 records are dropped and counted (`num_dropped`); the log says how many when it can be written again.
@@ -18,9 +18,9 @@ from datetime import datetime, timezone
 from typing import Any, Literal, TextIO
 
 MAX_QUEUED = 4096
-"""Records that wait to be written."""
+"""The most records that wait to be written."""
 MAX_CHARS = 32_768
-"""Characters of one record; the rest is cut off."""
+"""The most characters of one record; the rest is cut off."""
 FLUSH_SECONDS = 0.5
 """How long the end of the process waits for a log that nobody reads."""
 
@@ -38,9 +38,11 @@ class JsonFormatter(logging.Formatter):
 
 
 class QueuedHandler(logging.Handler):
-    """Writes records to a stream from a thread, so that logging never blocks. `num_dropped` counts what found the queue full.
+    """Writes records to a stream from a thread, so that logging never blocks.
 
-    A signal handler may log: the queue can be entered again while a `put` is going on.
+    A signal handler may log: the queue is reentrant, so the handler may interrupt a `put` and call it again.
+
+    num_dropped: how many records were dropped because the queue was full, or because they could not be written
     """
 
     def __init__(self, stream: TextIO):
@@ -85,7 +87,7 @@ class QueuedHandler(logging.Handler):
         return self.format(logging.LogRecord("fa_serve.server", logging.WARNING, __file__, 0, text, (count,), None))
 
     def _write(self, line: str) -> None:
-        """Write a line past Python's buffer. Its lock would be held while nobody reads, and the interpreter could not end."""
+        """Write a line past Python's buffer: its lock would be held while nobody reads, and the interpreter could not exit."""
         try:
             try:
                 number = self._stream.fileno()
@@ -100,12 +102,12 @@ class QueuedHandler(logging.Handler):
 
 
 def num_dropped() -> int:
-    """Log records that were dropped since the start of the process."""
+    """How many log records were dropped since the start of the process."""
     return sum(handler.num_dropped for handler in logging.getLogger().handlers if isinstance(handler, QueuedHandler))
 
 
 def exit_now(code: int) -> None:
-    """End the process without its clean-up, but with its log."""
+    """End the process without its clean-up, but write the queued log records first."""
     for handler in logging.getLogger().handlers:
         if isinstance(handler, QueuedHandler):
             handler.flush()
@@ -113,7 +115,7 @@ def exit_now(code: int) -> None:
 
 
 def log_to_stderr(level: str, log_format: Literal["plain", "json"]) -> None:
-    """Set up logging. Call it before transformers is imported, whose progress bars must not be written into a file."""
+    """Set up logging. Call it before transformers is imported, so that its progress bars are not written into a file."""
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     plain = logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s")

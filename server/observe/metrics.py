@@ -1,8 +1,9 @@
-"""Prometheus metrics. They have vLLM's names with another prefix, so vLLM's dashboards need one replacement.
+"""Prometheus metrics. Those that vLLM has too differ only in the prefix, so vLLM's dashboards need one replacement.
 
 The engine's gauges and counters are read from its snapshot at each scrape. Times are measured here, as the client sees them:
-from the arrival of the request to the moment when an increment is handed to the connection. Every metric has the label
-`model_name`. The metrics of the process, such as its memory, are left to the operating system's exporters.
+from the arrival of the request to the moment when an increment is handed to the connection. All statistics of engines and
+sequences have the label `model_name`. The metrics of the process, such as its memory, are left to the operating system's
+exporters.
 
 With traces, each sequence is a span as well (traces.py).
 """
@@ -34,28 +35,28 @@ if TYPE_CHECKING:
 PREFIX = "fa_serve:"
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2)
 REQUEST_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0, 320.0, 640.0)
-MAX_COUNTERS = 256  # by labels: there are a dozen paths with a dozen statuses
-MAX_ADAPTERS = 256  # that have labels; those that come later are counted together, as OTHER
+MAX_COUNTERS = 256  # combinations of labels whose counters are cached: there are a dozen paths with a dozen statuses
+MAX_ADAPTERS = 256  # adapters that have their own label; later ones are counted together, as OTHER
 OTHER = "(others)"
 """A name that no adapter can have."""
-SCRAPE_SHARE = 0.05  # of the event loop's time, that the texts of /metrics may take
-DELAY_INTERVAL = 0.05  # seconds between two looks at the event loop
+SCRAPE_SHARE = 0.05  # share of the event loop's time that making the text of /metrics may take
+DELAY_INTERVAL = 0.05  # seconds between two measurements of the event loop's delay
 TOKENS = tuple(float(2**power) for power in range(18))
 
 
 class EngineLife(NamedTuple):
-    """is_up: whether there is an engine that takes requests; num_restarts: how often another one was started for a dead one"""
+    """is_up: whether an engine takes requests; num_restarts: how often a new engine has replaced a dead one"""
 
     is_up: bool
     num_restarts: int = 0
 
 
 class Metrics(Collector):
-    """`snapshot` returns the statistics of each engine, by the name of its replica, and the model's name.
+    """All metrics of a server.
 
-    The name is None where there is one engine, which is no replica. `snapshot` returns None while no engine is running.
-
-    life: what is known of the engine; None while the model is loaded for the first time
+    snapshot: returns the statistics of each engine by the name of its replica, and the model's name. The replica's name is None
+              for a single engine without replicas. It returns None while no engine is running
+    life:     returns the state of the engine, or None while the model is loaded for the first time
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class Metrics(Collector):
         responses = Counter(
             f"{PREFIX}http_responses", "HTTP responses, by path and status.", ["path", "status"], registry=self._registry
         )
-        # the library takes a lock, and writes the labels as texts, to find a counter by its labels
+        # cached, because the library takes a lock and converts the labels to strings to find a counter
         self.finished = lru_cache(MAX_COUNTERS)(finished.labels)
         self._responses = lru_cache(MAX_COUNTERS)(responses.labels)
 
@@ -151,10 +152,10 @@ class Metrics(Collector):
 
 
 class AdapterCounters:
-    """What each adapter was used for. An adapter has labels from the moment when a sequence with it has ended.
+    """How much each adapter was used. An adapter gets a label when the first sequence that uses it has ended.
 
-    Adapters have the names that the operator or the administrator gave them. A request for another name is refused before it
-    has a sequence, so clients can add no label. An adapter that is unloaded keeps its counters.
+    Only the operator and the administrator name adapters. A request for another name is refused before it has a sequence, so
+    clients cannot add labels. An adapter that is unloaded keeps its counters.
     """
 
     def __init__(self, registry: CollectorRegistry):
@@ -182,7 +183,7 @@ class AdapterCounters:
 
 
 def _add_engine(families: dict[str, Metric], names: list[str], label: list[str], stats: EngineStats) -> None:
-    """Add the statistics of one engine to the families of metrics. names, label: the labels, and their values"""
+    """Add the statistics of one engine to the families of metrics. names: the names of the labels; label: their values"""
 
     def add(kind: type[GaugeMetricFamily | CounterMetricFamily], name: str, help: str, value: float, *more: str) -> None:
         family = families.setdefault(name, kind(PREFIX + name, help, labels=names + ["position"] * len(more)))
@@ -267,14 +268,14 @@ def _of_host_tier(tier: HostTierStats) -> tuple[dict[str, tuple[str, float]], di
 class Histogram(Collector):
     """A histogram for values that are observed at every token.
 
-    It takes a tenth of the time of the library's own histogram, and several equal values cost as much as one.
+    It takes a tenth of the time of the library's own histogram, and observes several equal values in one call.
     """
 
     def __init__(self, name: str, help: str, bounds: tuple[float, ...]):
         self._name = PREFIX + name
         self._help = help
         self._bounds = bounds
-        # by model name, of which a server has one: the number of values in each bucket, and the sum of all values
+        # by model name (a server has only one): the number of values in each bucket, and the sum of all values
         self._seen: dict[str, tuple[list[int], list[float]]] = {}
         self._observers: dict[str, Callable[[float, int], None]] = {}
 
@@ -302,14 +303,14 @@ class Histogram(Collector):
 
 
 def _buckets(bounds: Sequence[float], counts: Sequence[int]) -> list[tuple[str, float]]:
-    """The cumulated numbers of values by bound. `counts` has one number for each bound, and one for larger values."""
+    """The cumulative counts by upper bound. `counts` has one number for each bound, and one for larger values."""
     return [*zip([*map(floatToGoString, bounds), "+Inf"], map(float, accumulate(counts)), strict=True)]
 
 
 class ScrapedText:
-    """The text of /metrics for all that ask at the same time, which is made after they have asked. make: makes it
+    """The text of /metrics. It is made once for all scrapes that wait for it. make: makes the text
 
-    The next one is made when the event loop has done other things for most of the time.
+    The next text is not made until enough time has passed that texts take only SCRAPE_SHARE of the event loop's time.
     """
 
     def __init__(self, make: Callable[[], bytes]):
@@ -318,7 +319,7 @@ class ScrapedText:
         self._not_before = 0.0  # on time.monotonic's clock
 
     async def text(self) -> bytes:
-        """A text that is made from now on."""
+        """A text that is made after this call."""
         if self._next is None:
             self._next = asyncio.create_task(self._make_in_time())
         return await asyncio.shield(self._next)
@@ -334,7 +335,7 @@ class ScrapedText:
 
 
 class LoopDelay:
-    """Observes how late the event loop runs a timer, some times a second. A call that comes at any moment waits as long."""
+    """Observes several times a second how late the event loop runs a timer. Any other event has to wait as long."""
 
     def __init__(self, observe: Callable[[float, int], None]):
         self._observe = observe
@@ -355,7 +356,7 @@ class LoopDelay:
 class SequenceMetrics:
     """The metrics of one sequence.
 
-    arrival: when its request came, on time.perf_counter's clock
+    arrival: when its request arrived, on time.perf_counter's clock
     adapter: the name of a loaded adapter, or None
     """
 
@@ -370,7 +371,7 @@ class SequenceMetrics:
         self._span = metrics.tracer.start_span("sequence") if metrics.tracer else None
 
     def observe(self, output: RequestOutput) -> None:
-        """The sequence has gained this output."""
+        """Record an output of the sequence."""
         now = time.perf_counter()
         count = len(output.token_ids)
         if count and self._last is None:
@@ -391,7 +392,7 @@ class SequenceMetrics:
             self.end(output.finish_reason or "error", output)
 
     def end(self, reason: str, output: RequestOutput | None = None) -> None:
-        """The sequence has ended.
+        """Record the end of the sequence.
 
         reason: the finish reason, "abort" if the client left, or "refused", which is not counted
         output: the sequence's last output, or None if it ended without one
@@ -416,7 +417,7 @@ class SequenceMetrics:
 
 
 def _seconds_of(output: RequestOutput) -> dict[str, float]:
-    """Where the time of a sequence went in the engine, under vLLM's names of attributes where it has one."""
+    """How long the engine took for each part of a sequence, by attribute. Attributes have vLLM's names where vLLM has one."""
     times = output.times
     if times is None or not times.begun:
         return {}

@@ -1,7 +1,7 @@
-"""The report of the start on stdout: one line for each phase with its time, what was decided, the address, and a curl line.
+"""The startup report on stdout: one line for each phase with its time, what was decided, the address, and a curl command.
 
 report = StartupReport()
-report.mark("import", "torch 2.10")              # a phase of the command itself, timed since the phase before
+report.mark("import", "torch 2.10")              # a phase of the command itself, timed from the end of the previous phase
 AsyncEngine(config, on_phase=report.add)         # the phases of the engine, which times them
 report.ready(url, SampleRequest("fa-serve-demo", chat=True, needs_key=False), decisions(settings, engine))
 """
@@ -25,18 +25,18 @@ SAMPLES: dict[str, tuple[str, dict[str, object]]] = {
     "sparse": ("embed_sparse", {"inputs": ["a text", "another text"]}),
     "token_embed": ("embed_all", {"inputs": ["a text", "another text"]}),
 }
-"""A path and the fields of a body for each task of an encoder."""
+"""For each task of an encoder, the path of a sample request and the fields of its body."""
 
 
 BAR_COLUMNS = 24
 LINE_SECONDS = 10.0
-"""Between two lines about one phase, where there is no terminal."""
+"""The time between two lines about one phase, if stdout is not a terminal."""
 ERASE = "\r\x1b[K"
-"""Begins a line of a terminal again."""
+"""Clears the current line of a terminal, so that it is written again."""
 
 
 class StartupReport:
-    """Writes to stdout. On a terminal, a phase that goes on has a bar that moves; elsewhere, a line every LINE_SECONDS."""
+    """Writes to stdout. A phase in progress has a progress bar on a terminal, and elsewhere a line every LINE_SECONDS."""
 
     def __init__(self) -> None:
         self._begin = self._last = self._told = time.perf_counter()
@@ -44,13 +44,13 @@ class StartupReport:
         self._bar = sys.stdout.isatty()
 
     def mark(self, name: str, detail: str) -> None:
-        """A phase that began when the phase before ended, and ends now."""
+        """Report a phase that began when the previous phase ended, and ends now."""
         now = time.perf_counter()
         self._print(name, now - self._last, detail)
         self._last = self._told = now
 
     def add(self, phase: Phase) -> None:
-        """A phase of the engine. An engine that is restarted later also reports phases; they are not part of the start."""
+        """Report a phase of the engine. An engine that is restarted later also reports phases; they are ignored."""
         if self._ready:
             return
         now = time.perf_counter()
@@ -66,7 +66,7 @@ class StartupReport:
             self._told = now
 
     def ready(self, url: str, request: SampleRequest, decided: Sequence[tuple[str, str]] = ()) -> None:
-        """The server answers. decided: as `decisions` returns it"""
+        """Report that the server is ready. decided: the result of `decisions`"""
         self.mark("ready", f"after {time.perf_counter() - self._begin:.2f} s in all")
         self._ready = True
         rows = [*decided, ("browser", f"{url}/ is a playground, {url}/docs the reference of the API")]
@@ -85,8 +85,10 @@ def _line(name: str, seconds: float, detail: str) -> str:
 class SampleRequest:
     """A request that the operator can paste to try the server.
 
-    model: the name to ask for; chat: the model has a chat template; needs_key: the server wants an API key
-    task: what the model is for
+    model:     the name that the request asks for
+    chat:      whether the model has a chat template
+    needs_key: whether the server requires an API key
+    task:      what the model is for
     """
 
     model: str

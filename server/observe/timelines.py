@@ -1,18 +1,18 @@
-"""Where the time of a request went: one line in the log for each slow one (--log-slow), and attributes of its span.
+"""Where the time of a request went: one log line for each slow request (--log-slow), and attributes of the request's span.
 
     WARNING fa_serve.slow: slow request req-7: 5.320 s = prepare 0.004 + handover 0.001 + queue 1.200 + prompt 0.610
     + decode 2.900 + masks 0.100 + detokenise 0.005 + write 0.500; 96 steps, the longest 0.140 s; 0.480 s blocked
 
 The parts follow each other and add up to the whole, from the arrival of the request's headers to the end of the reply:
 
-    prepare     reading and parsing the body, the chat template, tokens
-    handover    from the server to the engine, which may be in a step; and compiling the grammar of a structured output
+    prepare     reading and parsing the body, applying the chat template, tokenizing
+    handover    waiting for the engine to take the request, which may be in a step; compiling a structured output's grammar
     queue, prompt, decode, masks, detokenise    in the engine (fa_serve.engine.SequenceTimes)
-    write       from the last token to the end of the reply: what is left to send, and its client's socket
+    write       from the last token to the end of the reply: sending the rest to the client
 
-`blocked` is the time in which the client's socket took no data. The engine keeps generating, so a part of it may lie within
-the other parts. A request of several sequences is told by the one that ended last. A request that is cut off is told as far as
-it came. No text of a prompt or an answer is in the line.
+`blocked` is the time in which the client's socket took no data. The engine keeps generating meanwhile, so this time may overlap
+with the other parts. For a request of several sequences, the line describes the sequence that ended last. For a request that is
+cut off, it has the parts up to that moment. The line contains no text of a prompt or an answer.
 
 All times are those of `time.monotonic`, which all processes of a machine share.
 """
@@ -32,11 +32,11 @@ log = logging.getLogger("fa_serve.slow")
 
 @dataclass(slots=True)
 class Timeline:
-    """What is known of the time of one request.
+    """What is known about the time of one request.
 
-    arrival:  when its headers came
+    arrival:  when its headers arrived
     blocked:  seconds in which sending waited for the client
-    complete: all its sequences have ended by themselves
+    complete: whether all its sequences have ended by themselves
     """
 
     arrival: float
@@ -46,13 +46,13 @@ class Timeline:
     _times: SequenceTimes | None = None
 
     def send(self) -> float:
-        """A prompt goes to the engine now."""
+        """Note that a prompt goes to the engine now. Returns the time."""
         now = time.monotonic()
         self._sent = self._sent or now
         return now
 
     def take(self, sent: float, output: RequestOutput) -> None:
-        """A sequence whose prompt went to the engine at `sent` has given an output."""
+        """Note an output of a sequence whose prompt went to the engine at `sent`."""
         times = output.times
         if times is not None and (self._times is None or times.until >= self._times.until):
             self._sent = sent
@@ -82,7 +82,7 @@ class Timeline:
         return parts
 
     def report(self, request_id: str, path: str, status: int, now: float) -> None:
-        """Write the line."""
+        """Write the line to the log."""
         seconds = now - self.arrival
         parts = {name: round(value, 4) for name, value in self.parts(now).items()}
         num_steps = self._times.num_steps if self._times else 0
@@ -103,7 +103,7 @@ class Timeline:
 
 
 class Timelines:
-    """Middleware that hands each request a `Timeline` in `scope["state"]`, and reports those that took `limit` seconds."""
+    """Middleware that gives each request a `Timeline` in `scope["state"]`, and reports requests that took `limit` seconds."""
 
     def __init__(self, app: asgi.ASGIApp, limit: float):
         self._app = app
@@ -122,7 +122,7 @@ class Timelines:
             begin = time.monotonic()
             try:
                 await send(message)
-            finally:  # a client that does not read is cut off in here
+            finally:  # `send` raises if it cuts off a client that does not read
                 timeline.blocked += time.monotonic() - begin
 
         try:

@@ -1,12 +1,12 @@
-"""OpenTelemetry traces, which need the extra `otel`: pip install '.[server,otel]' in a clone.
+"""OpenTelemetry traces. They need the extra `otel`: pip install '.[server,otel]' in a clone.
 
     fa-serve serve --otlp-traces-endpoint http://collector:4318/v1/traces
 
-Each request for tokens is a span; it continues the client's trace if the client sends `traceparent`. The parts of its time
-(timelines.py) are attributes. Each sequence of the request is a span in that one, with its numbers of tokens, the reason for
-its end, and the seconds in the queue, until the first token and in all. Attributes have the names of OpenTelemetry and vLLM
-where they have one. Prompts and answers are never sent. The SDK itself reads the OTEL_* environment variables about resources
-and sampling.
+Each request is a span, except for the paths in UNTRACED. The span continues the client's trace if the client sends
+`traceparent`. The parts of the request's time (timelines.py) are attributes. Each sequence of the request is a span inside the
+request's span. Its attributes are the numbers of tokens, the finish reason, and the seconds in the queue, to the first token
+and in total. Attributes have the names of OpenTelemetry or vLLM where there is one. Prompts and answers are never sent. The SDK
+itself reads the OTEL_* environment variables about resources and sampling.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ if TYPE_CHECKING:
 
 UNTRACED = frozenset({"/", "/health", "/ready", "/metrics", "/version", "/docs", "/openapi.json"})
 TRACES_PATH = "/v1/traces"
-EXPORT_SECONDS = 2.0  # that an export may take: a collector that does not answer must not hold up the shutdown
+EXPORT_SECONDS = 2.0  # how long an export may take: a collector that does not answer must not hold up the shutdown
 
 
 def tracer_provider(endpoint: str) -> TracerProvider:
     """A provider that sends spans to a collector's OTLP/HTTP address in the background.
 
-    Raises ValueError if the extra is not installed, or for an address that is none.
+    Raises ValueError if the extra is not installed, or for an invalid address.
     """
     refused = f"otlp_traces_endpoint must be an address such as http://collector:4318/v1/traces, got {endpoint!r}"
     try:
         address = urlsplit(endpoint)
-    except ValueError as error:  # of brackets that hold no IPv6 address
+    except ValueError as error:  # brackets that hold no IPv6 address
         raise ValueError(refused) from error
     if address.scheme not in ("http", "https") or not address.netloc:
         raise ValueError(refused)
-    if address.path in ("", "/"):  # of a collector, as OTEL_EXPORTER_OTLP_ENDPOINT has it
+    if address.path in ("", "/"):  # the base address of a collector, as in OTEL_EXPORTER_OTLP_ENDPOINT
         endpoint = urlunsplit(address._replace(path=TRACES_PATH))
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -60,7 +60,7 @@ def tracer_provider(endpoint: str) -> TracerProvider:
 
 
 class Traces:
-    """Middleware: one span for each request, current while the request is handled, so that inner spans belong to it."""
+    """Middleware that opens a span for each request. While the request is handled, new spans become children of this span."""
 
     def __init__(self, app: asgi.ASGIApp, provider: TracerProvider):
         self._app = app

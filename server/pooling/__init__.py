@@ -2,9 +2,10 @@
 
     requests   the bodies, as strict pydantic models
     replies    the replies, as typed dictionaries
-    answer     one request: its inputs as token ids, what the engine gives for them, errors
+    answer     one request: turns its inputs into token ids, and gets their results or errors from the engine
     vectors    vectors as JSON
     routes     the endpoints
 
-They pass the same middleware, turns, bounds and queue as generation. Left out: the encoder itself (fa_serve.engine.pooling).
+Their requests go through the same middleware, turns, bounds and queue as those for generation. Left out: the encoder itself
+(fa_serve.engine.pooling).
 """

@@ -1,6 +1,6 @@
-"""One request to an encoder: its inputs become token ids, the engine computes them, and errors become those of HTTP.
+"""One request to an encoder: its inputs become token ids, the engine computes their results, and errors become HTTP errors.
 
-work = PoolingWork(service, request, "input", priority=0)
+work = PoolingWork(service, request, "input", body.KNOWN, priority=0)
 async with work.computed(inputs, params, prompt="", cuts=False, size=4096) as found:
     found.pooled                            # one for each input, in their order
 """
@@ -33,7 +33,7 @@ INPUTS_PER_SEQUENCE = 16
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """rows: what the engine gives, in the order of the inputs; num_tokens: of all inputs together"""
+    """rows: the engine's results, in the order of the inputs; num_tokens: tokens of all inputs together"""
 
     rows: list[PooledRows]
     num_tokens: int
@@ -51,7 +51,7 @@ class Computed:
 
 
 class PoolingWork:
-    """field: the request's field with the inputs, for errors"""
+    """One request. field: the request's field with the inputs, for errors; known: the names of all fields of the request"""
 
     def __init__(self, service: Service, request: Request, field: str, known: frozenset[str], priority: int | None) -> None:
         state = request.scope["state"]
@@ -65,7 +65,7 @@ class PoolingWork:
         self.name = f"pool-{os.urandom(16).hex()}"
 
     def prompt(self, name: str | None) -> str:
-        """The text of a prompt of the model. Raises BadRequest for an unknown name."""
+        """The text of a named prompt that comes with the model. Raises BadRequest for an unknown name."""
         assert self._service.engine.inputs is not None
         try:
             return self._service.engine.inputs.prompt(name)
@@ -83,10 +83,12 @@ class PoolingWork:
         size: int = 64,
         counted: bool = False,
     ) -> AsyncIterator[Computed]:
-        """What the encoder gives. Its place in the queue is held while the context lasts.
+        """The encoder's results. The request keeps its place in the queue while the context lasts.
 
-        prompt: written before texts; cuts: inputs that are too long are cut; size: bytes of the answer for each input
-        counted: the inputs are within the limit of a request already, as its pairs
+        prompt:  text that is written before each text
+        cuts:    whether inputs that are too long are cut
+        size:    bytes of the answer for each input
+        counted: whether the number of inputs has already been checked, as the number of pairs
 
         Raises ApiError.
         """
@@ -126,10 +128,11 @@ class PoolingWork:
     async def scores(
         self, pairs: Sequence[tuple[str, str]], *, cuts: bool | None, raw: bool = False, ranks: bool = False
     ) -> tuple[list[float], dict[str, int]]:
-        """How well the two texts of each pair belong together, and the usage: the scores of a cross-encoder, or the cosine
-        similarity of the vectors of an embedder.
+        """The score of each pair of texts, and the usage. A score is that of a cross-encoder, or the cosine similarity of the
+        two vectors of an embedder.
 
-        ranks: the first texts are queries and the second ones documents, for whose vectors an embedder may have prompts
+        raw:   whether the scores of a cross-encoder are its logits, without an activation
+        ranks: the first texts are queries and the second ones documents, so that an embedder's prompts for these are used
         """
         service = self._service
         task = service.require_task("score", "embed")
@@ -152,8 +155,8 @@ class PoolingWork:
         return scores, {"prompt_tokens": count, "total_tokens": count}
 
     def _prompt_of(self, kind: str) -> str:
-        """The prompt of queries or documents, as `encode_query` and `encode_document` of sentence-transformers take it: none,
-        and not the model's default, if the folder has none of this name."""
+        """The model's prompt for queries or for documents, as `encode_query` and `encode_document` of sentence-transformers
+        choose it: if the model has no prompt of this name, no prompt is used, not even the model's default."""
         try:
             return self.prompt(kind)
         except BadRequest:
@@ -174,5 +177,5 @@ class PoolingWork:
 
 
 def _letters(part: str | int) -> int:
-    """Bytes of a text, or of a token's id."""
+    """The estimated bytes of a text or of a token id."""
     return len(part) if isinstance(part, str) else 4

@@ -1,4 +1,4 @@
-"""What clients get of an encoder. Typed dictionaries, as in replies.py."""
+"""The replies of an encoder's routes, as typed dictionaries like those in server/replies.py."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class EmbeddingUsage(TypedDict):
 
 
 class Embedding(TypedDict):
-    """embedding: numbers, integers, or the base64 of floating point numbers"""
+    """embedding: a list of floating point numbers or integers, or the base64 of floating point numbers"""
 
     object: Literal["embedding"]
     index: int

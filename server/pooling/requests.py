@@ -21,7 +21,7 @@ Priority = Annotated[int, Field(ge=-1000, le=1000)]
 
 
 class PoolingRequest(StrictModel):
-    """The fields that every route of an encoder has besides its own."""
+    """The fields that all routes of an encoder share."""
 
     MESSAGE_LISTS: ClassVar[tuple[str, ...]] = ()
 
@@ -33,7 +33,7 @@ class PoolingRequest(StrictModel):
 
 
 class VllmRequest(PoolingRequest):
-    """The fields of vLLM's routes and of those that it has from others."""
+    """The fields that vLLM's routes share, including the routes that vLLM has adopted from other APIs."""
 
     model: str | None = None
     truncate_prompt_tokens: Literal[-1] | None = Field(None, description="-1 is the same as truncate.")
@@ -76,7 +76,7 @@ Documents = Annotated[
 
 
 class RerankRequest(VllmRequest):
-    """Of /v1/rerank (Jina, Cohere v1) and /v2/rerank (Cohere v2)."""
+    """The body of /v1/rerank (Jina, Cohere v1) and /v2/rerank (Cohere v2)."""
 
     query: NonEmpty
     documents: Documents
@@ -97,7 +97,7 @@ class RerankRequest(VllmRequest):
 
 
 class ScoreRequest(VllmRequest):
-    """Of /score: text_1 with each of text_2, or both in pairs."""
+    """The body of /score and /v1/score. One text_1 is paired with each text_2; several are paired with text_2 one by one."""
 
     text_1: OneOrMore
     text_2: OneOrMore
@@ -119,7 +119,7 @@ class ScoreRequest(VllmRequest):
 
 
 class ClassifyRequest(VllmRequest):
-    """Of /classify."""
+    """The body of /classify."""
 
     input: OneOrMore
 
@@ -128,7 +128,7 @@ class ClassifyRequest(VllmRequest):
 
 
 class TeiRequest(PoolingRequest):
-    """The fields of TEI's routes. It cuts on the right alone."""
+    """The fields that TEI's routes share. Inputs can be cut only on the right."""
 
     model: str | None = None
 
@@ -146,14 +146,14 @@ class TeiInputs(TeiRequest):
 
 
 class TeiEmbedRequest(TeiInputs):
-    """Of /embed."""
+    """The body of /embed."""
 
     normalize: bool | None = Field(None, description="Whether vectors get length 1; true without this field.")
     dimensions: int | None = Field(None, ge=1, description="Keep the first numbers of each vector.")
 
 
 class TeiRerankRequest(TeiRequest):
-    """Of /rerank."""
+    """The body of /rerank."""
 
     query: NonEmpty
     texts: Texts
@@ -165,7 +165,7 @@ PredictInput = Annotated[list[str], Field(min_length=1, max_length=2, fail_fast=
 
 
 class TeiPredictRequest(TeiRequest):
-    """Of /predict: one text or one pair, or a list of such lists."""
+    """The body of /predict: a text, a list of one or two texts, or a list of such lists. Two texts are a pair."""
 
     inputs: Annotated[
         Annotated[

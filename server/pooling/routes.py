@@ -1,4 +1,4 @@
-"""The endpoints of encoders. Each says what it takes and what it returns. `PoolingWork` does the work."""
+"""The endpoints of encoders. Each declares its body and its reply; `PoolingWork` does the work."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ pooling_router = APIRouter(responses=ERRORS)
 
 
 class _Call:
-    """What every endpoint begins with. field: of the body, with the inputs"""
+    """The first steps of every endpoint. field: the field of the body that holds the inputs"""
 
     def __init__(self, body: PoolingRequest, request: Request, field: str) -> None:
         request.scope["state"]["user"] = body.user
@@ -66,7 +66,7 @@ class _Call:
 
 @pooling_router.post("/v1/embeddings", response_model=EmbeddingList, tags=["OpenAI"])
 async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
-    """The vectors of texts."""
+    """Embed texts: one vector for each."""
     call = _Call(body, request, "input")
     service = call.service
     form = body.encoding_format or "float"
@@ -89,13 +89,13 @@ async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
 
 @pooling_router.post("/v1/rerank", response_model=RerankReply, tags=["Cohere and Jina"])
 async def rerank(body: RerankRequest, request: Request) -> Response:
-    """Documents in the order in which they answer a query, the best first, with their texts."""
+    """Rank documents by how well they match a query, the best first. By default, the reply contains their texts."""
     return _ranked(body, request, body.return_documents is not False)
 
 
 @pooling_router.post("/v2/rerank", response_model=RerankReply, tags=["Cohere and Jina"])
 async def rerank_without_texts(body: RerankRequest, request: Request) -> Response:
-    """Documents in the order in which they answer a query, the best first."""
+    """Rank documents by how well they match a query, the best first. By default, the reply does not contain their texts."""
     return _ranked(body, request, bool(body.return_documents))
 
 
@@ -124,7 +124,7 @@ def _ranked(body: RerankRequest, request: Request, with_texts: bool) -> Response
 @pooling_router.post("/score", response_model=ScoreList, tags=["Pooling"])
 @pooling_router.post("/v1/score", response_model=ScoreList, tags=["Pooling"])
 async def score(body: ScoreRequest, request: Request) -> Response:
-    """The scores of pairs of texts."""
+    """Score pairs of texts."""
     call = _Call(body, request, "text_2")
 
     async def work() -> bytes:
@@ -137,7 +137,7 @@ async def score(body: ScoreRequest, request: Request) -> Response:
 
 @pooling_router.post("/classify", response_model=ClassificationList, tags=["Pooling"])
 async def classify(body: ClassifyRequest, request: Request) -> Response:
-    """The probabilities of the classes of texts."""
+    """Classify texts: the most likely class of each, and the probabilities of all classes."""
     call = _Call(body, request, "input")
 
     async def work() -> bytes:
@@ -159,20 +159,20 @@ async def classify(body: ClassifyRequest, request: Request) -> Response:
 
 @pooling_router.post("/embed", response_model=list[list[float]], tags=["TEI"])
 async def tei_embed(body: TeiEmbedRequest, request: Request) -> Response:
-    """The vectors of texts, in the form of text-embeddings-inference."""
+    """Embed texts: one vector for each, in the form of text-embeddings-inference."""
     params = PoolingParams(dimensions=body.dimensions, normalize=body.normalize is not False)
     return await _tei_vectors(body, request, params, ("embed",))
 
 
 @pooling_router.post("/embed_all", response_model=list[list[list[float]]], tags=["TEI"])
 async def tei_embed_all(body: TeiInputs, request: Request) -> Response:
-    """The vectors of all tokens of texts."""
+    """Embed texts: one vector for each token, in the form of text-embeddings-inference."""
     return await _tei_vectors(body, request, PoolingParams(tokens=True, normalize=None), ("embed", "token_embed"))
 
 
 @pooling_router.post("/embed_sparse", response_model=list[list[TeiWeight]], tags=["TEI"])
 async def tei_embed_sparse(body: TeiInputs, request: Request) -> Response:
-    """The weights of the words of the vocabulary, of a sparse encoder."""
+    """Embed texts with a sparse encoder: weights of tokens of the vocabulary, in the form of text-embeddings-inference."""
     call = _Call(body, request, "inputs")
 
     async def work() -> bytes:
@@ -197,7 +197,7 @@ async def tei_embed_sparse(body: TeiInputs, request: Request) -> Response:
 
 @pooling_router.post("/rerank", response_model=list[TeiRank], tags=["TEI"])
 async def tei_rerank(body: TeiRerankRequest, request: Request) -> Response:
-    """Texts in the order in which they answer a query, the best first, in the form of text-embeddings-inference."""
+    """Rank texts by how well they match a query, the best first, in the form of text-embeddings-inference."""
     call = _Call(body, request, "texts")
 
     async def work() -> bytes:
@@ -212,7 +212,7 @@ async def tei_rerank(body: TeiRerankRequest, request: Request) -> Response:
 
 @pooling_router.post("/predict", response_model=list[TeiPrediction] | list[list[TeiPrediction]], tags=["TEI"])
 async def tei_predict(body: TeiPredictRequest, request: Request) -> Response:
-    """The classes of a text, the most likely first, in the form of text-embeddings-inference."""
+    """Classify texts: all classes of each, the most likely first, in the form of text-embeddings-inference."""
     call = _Call(body, request, "inputs")
 
     async def work() -> bytes:

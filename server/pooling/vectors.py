@@ -1,6 +1,6 @@
-"""Vectors as JSON: numbers with as many digits as float32 has, base64 of 32 or 16 bits, or integers of 8 bits or 8 signs.
+"""Vectors as JSON: decimal numbers, base64 of numbers of 32 or 16 bits, or integers that hold 8 bits or 8 signs.
 
-One call for many vectors would hold the interpreter's lock for a long time, so they are written one by one, in a thread, with
+One call for many vectors would hold the interpreter's lock for a long time. So they are written one by one in a thread, with
 pauses (answers/size.py).
 """
 
@@ -18,7 +18,7 @@ from ..answers.size import PAUSE_SECONDS
 
 VectorFormat = Literal["float", "base64", "float16", "bfloat16", "int8", "uint8", "binary", "ubinary"]
 FLOAT_BYTES = 13
-"""Bytes of a number with its comma, at most for numbers below 100."""
+"""The most bytes of a number from -10 to 100 with its comma."""
 FORMAT_BYTES: dict[VectorFormat, int] = {
     "float": FLOAT_BYTES,
     "base64": 6,
@@ -29,9 +29,9 @@ FORMAT_BYTES: dict[VectorFormat, int] = {
     "binary": 1,
     "ubinary": 1,
 }
-"""The same for each number of a vector in each format. An integer with 8 signs and its comma has up to 5 bytes."""
+"""Bytes for each number of a vector, by format. An integer that holds 8 signs has up to 5 bytes with its comma."""
 DIGITS = 9
-"""Behind the point: float32 tells numbers of about 0.01 apart that differ by 1e-9."""
+"""Decimal places: near 0.01, neighbouring float32 numbers differ by about 1e-9."""
 PIECE = 1 << 16
 """Bytes between two pauses."""
 VectorValues = np.ndarray[Any, np.dtype[np.float32]]
@@ -44,11 +44,11 @@ def numbers(values: VectorValues) -> list[Any]:
 
 
 def in_base64(values: VectorValues, form: VectorFormat = "base64") -> str:
-    """float32 numbers, or the nearest of 16 bits, the lowest byte first. float16 ends at 65,504, which stands for all above."""
+    """The base64 of float32 numbers, or of the nearest numbers of 16 bits, little-endian. float16 is clipped to +-65,504."""
     if form == "float16":
         largest = np.float32(np.finfo(np.float16).max)
         return _text_of(np.clip(values, -largest, largest).astype("<f2"))
-    if form == "bfloat16":  # the upper half of float32; a half that is exact goes to the even neighbour
+    if form == "bfloat16":  # the upper 16 bits of float32, rounded to nearest, ties to even
         bits = values.astype("<f4").view("<u4")
         return _text_of(((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype("<u2"))
     return _text_of(values.astype("<f4"))
@@ -61,9 +61,9 @@ def _text_of(values: np.ndarray[Any, Any]) -> str:
 def quantised(values: VectorValues, form: VectorFormat) -> np.ndarray[Any, Any]:
     """The integers of a vector, as `quantize_embeddings` of sentence-transformers defines them.
 
-    int8, uint8:     255 steps from -m to m, where m is the largest absolute number of the vector: a request has no other
-                     vectors that tell a range, and cosine similarity does not depend on m. int8 is uint8 less 128
-    binary, ubinary: 8 signs in an integer, the first in its highest bit, 1 for numbers above 0. binary is ubinary less 128
+    int8, uint8:     255 steps from -m to m, where m is the largest absolute number of the vector: a request has no calibration
+                     vectors that define a range, and cosine similarity does not depend on m. int8 is uint8 minus 128
+    binary, ubinary: 8 signs in an integer, the first in its highest bit, 1 for numbers above 0. binary is ubinary minus 128
     """
     if form in ("binary", "ubinary"):
         packed = np.packbits(values > 0)
@@ -75,7 +75,7 @@ def quantised(values: VectorValues, form: VectorFormat) -> np.ndarray[Any, Any]:
 
 
 def written(values: VectorValues, form: VectorFormat) -> list[Any] | str:
-    """A vector as JSON has it."""
+    """A vector as the JSON of a reply has it: a list, or a string in base64."""
     if form == "float":
         return numbers(values)
     if form in ("base64", "float16", "bfloat16"):
@@ -85,7 +85,7 @@ def written(values: VectorValues, form: VectorFormat) -> list[Any] | str:
 
 
 def joined(pieces: Iterable[bytes]) -> bytes:
-    """All pieces as one, with pauses for the other threads."""
+    """All pieces joined, with pauses in which other threads can run."""
     found = []
     size = 0
     for piece in pieces:
@@ -98,7 +98,7 @@ def joined(pieces: Iterable[bytes]) -> bytes:
 
 
 def embedding_list(vectors: Iterable[VectorValues], form: VectorFormat, tail: dict[str, Any]) -> Iterator[bytes]:
-    """OpenAI's list of embeddings. tail: the fields behind the list"""
+    """OpenAI's list of embeddings, in pieces. tail: the fields after the list"""
     yield b'{"object":"list","data":['
     for index, values in enumerate(vectors):
         vector = to_json(written(values, form))
@@ -108,7 +108,7 @@ def embedding_list(vectors: Iterable[VectorValues], form: VectorFormat, tail: di
 
 
 def plain_list(vectors: Iterable[VectorValues]) -> Iterator[bytes]:
-    """Arrays as a list of lists."""
+    """Arrays as a list of lists, in pieces."""
     for index, values in enumerate(vectors):
         yield (b"," if index else b"[") + to_json(numbers(values))
     yield b"]"

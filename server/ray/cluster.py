@@ -1,12 +1,12 @@
 """The connection to a Ray cluster, and the deployment of engines in it.
 
     cluster = Cluster(ReplicaOptions(replicas=2))
-    cluster.connect()                         # starts Ray on this machine; with an address, joins a cluster that runs
-    handle = cluster.deploy(config)           # blocks until the replicas are loaded
+    cluster.connect()                         # starts Ray on this machine; with an address, joins a running cluster
+    handle = cluster.deploy(config)           # blocks until the first replicas are loaded
     cluster.leave()
 
-A process that finds the deployment in its cluster uses it, and leaves it running when it ends. So several processes, on as many
-machines, can speak HTTP for the same replicas. The process that has deployed the replicas takes them down.
+A process that finds the deployment in its cluster uses it, and leaves it running when it ends. So several processes, also on
+several machines, can speak HTTP for the same replicas. The process that has deployed the replicas takes them down when it ends.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ if TYPE_CHECKING:
 log = logging.getLogger("fa_serve.server")
 APPLICATION = "fa_serve"
 DEPLOYMENT = "engine"
-RUNNING: Any = "RUNNING"  # of Ray's ReplicaState, whose members are strings
+RUNNING: Any = "RUNNING"  # a member of Ray's ReplicaState, whose members are strings
 HEALTH_SECONDS = 10.0
 """The time in which a replica must answer `check_health`, which waits for no step. Ray replaces it after three failures."""
-ROUTER: Any = f"{PrefixRouter.__module__}:PrefixRouter"  # Ray documents that it takes an import path, without annotating it
+ROUTER: Any = f"{PrefixRouter.__module__}:PrefixRouter"  # Ray's documentation allows an import path, its annotation does not
 
 
 @dataclass(frozen=True)
 class ReplicaOptions:
     """How many engines there are, and what each may use.
 
-    replicas:     engines at the start, and the least number of them
-    max_replicas: the most engines; above `replicas`, Ray adds and removes engines by their load
+    replicas:     how many engines run at the start, and at least
+    max_replicas: how many engines run at most; if it is above `replicas`, Ray adds and removes engines by their load
     address:      the cluster to join, as ray.init takes it; None starts Ray on this machine
     replica_cpus: processors that Ray reserves for an engine
     step_timeout, drain_timeout: as in Settings
@@ -64,7 +64,7 @@ class ReplicaOptions:
 
 
 def room_for(needs: Mapping[str, float], nodes: Iterable[Mapping[str, float]]) -> int:
-    """How many replicas fit on machines with these resources. needs: of one replica, as Ray's options of an actor"""
+    """How many replicas fit on machines with these resources. needs: what one replica needs, as Ray's options for an actor"""
     least = [(name, needs[option]) for option, name in (("num_cpus", "CPU"), ("num_gpus", "GPU")) if needs.get(option)]
     if not least:
         return sys.maxsize
@@ -81,7 +81,7 @@ class Cluster:
         """Start Ray, or join a cluster. Raises ConnectionError if there is none at the address."""
         if ray.is_initialized():
             return
-        # Ray would send statistics of its use to its makers
+        # otherwise Ray would send usage statistics to its developers
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         address = self._options.address or "local"  # None would join any cluster that has been started on this machine
         # Ray's dashboard runs any job that is sent to it, so a cluster that we start has none
@@ -93,10 +93,10 @@ class Cluster:
         self._owns_ray = True
 
     def deploy(self, config: EngineConfig) -> DeploymentHandle[Any]:
-        """The handle of the replicas, of which the first have loaded the model.
+        """The handle of the replicas. It is returned when the first replicas have loaded the model.
 
-        Raises RuntimeError if the replicas cannot be started, ValueError if the cluster runs replicas with other settings or if
-        this machine, alone, has no room for them.
+        Raises RuntimeError if the replicas cannot be started, and ValueError if the cluster runs replicas with other settings,
+        or if Ray runs only on this machine and the machine has no room for them.
         """
         serve.start(proxy_location=ProxyLocation.Disabled)
         if APPLICATION in serve.status().applications:
@@ -132,10 +132,10 @@ class Cluster:
         resources: dict[str, Any] = {"num_cpus": options.replica_cpus}
         available: dict[str, float] = ray.cluster_resources()  # type: ignore[no-untyped-call]
         if config.device.startswith("cuda") or (config.device == "auto" and available.get("GPU")):
-            resources["num_gpus"] = config.tensor_parallel  # of one machine, because one replica is one actor
+            resources["num_gpus"] = config.tensor_parallel  # all on one machine, because one replica is one actor
         return scaling | {
             "ray_actor_options": resources,
-            # the engine's queue takes turns between clients; requests are not to wait before they reach it
+            # requests must not wait before they reach the engine's queue, because there clients take turns
             "max_ongoing_requests": config.max_num_seqs + config.max_waiting + EXTRA_WAITING,
             "graceful_shutdown_timeout_s": max(options.drain_timeout, 0.1),
             "graceful_shutdown_wait_loop_s": 0.1,
@@ -145,7 +145,7 @@ class Cluster:
         }
 
     def _check_room(self, needs: Mapping[str, float], device: str) -> None:
-        """Say which replicas cannot be started now. Ray waits for other machines without a word."""
+        """Report if not all replicas can be started now: Ray would wait for more machines without a message."""
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
         room = room_for(needs, nodes)
         wanted = self._options.replicas
@@ -162,7 +162,7 @@ class Cluster:
             log.warning("the engines use no GPU. If machines with GPUs are still to join the cluster, give --device cuda")
 
     def _status_message(self) -> str:
-        """What Ray says of the deployment: the error of the replica that was started last."""
+        """Ray's message about the deployment: the error of the replica that was started last."""
         application = serve.status().applications.get(APPLICATION)
         deployment = application.deployments.get(DEPLOYMENT) if application is not None else None
         return deployment.message if deployment is not None else ""
@@ -174,7 +174,7 @@ class Cluster:
         return deployment.replica_states.get(RUNNING, 0) if deployment is not None else 0
 
     def leave(self) -> None:
-        """Take down the replicas, if this process has deployed them, and Ray, if it has started it."""
+        """Take down the replicas if this process has deployed them, and Ray if this process has started it."""
         if not ray.is_initialized():
             return
         if self._owns_application:

@@ -1,6 +1,6 @@
-"""What runs in a replica: one `AsyncEngine`, also of an encoder, and the methods that fronts and Ray Serve call.
+"""What runs in a replica: one `AsyncEngine`, for a generating model or an encoder, and the methods that fronts and Ray call.
 
-A front is a process that speaks HTTP. It calls `listen` once, and `add` for each request. `add` returns when the request has
+A front is a process that speaks HTTP. It calls `listen` once and `add` for each request. `add` returns when the request has
 ended, so Ray knows how many requests a replica has, waits for them before it takes a replica down, and can cancel them.
 """
 
@@ -27,18 +27,19 @@ from .replica_load import LOAD, load_of
 
 log = logging.getLogger("fa_serve.server")
 FRONT_SECONDS = 30.0
-"""The time after which a front that has not been heard of counts as gone. It asks for a snapshot each second."""
+"""A front counts as gone if it has not asked for a snapshot for this time. It normally asks each second."""
 BEAT_SECONDS = 1.0
-"""The time between two signs of life to each front."""
+"""The time between two signs of life that a replica sends to each front."""
 FAREWELL_SECONDS = 0.5
-"""How long a replica whose engine has ended stays, so that fronts hear why."""
+"""How long a replica stays alive after its engine has ended, so that fronts learn why."""
 
 
 @dataclass(slots=True)
 class Front:
     """A process that speaks HTTP.
 
-    heard: the replicas that it hears. Only these get its requests. PrefixRouter reads it, in the same process; it is not sent.
+    heard: the replicas to which this front listens. Only these get its requests. PrefixRouter reads the set in the process of
+           the front, so it is not pickled.
     """
 
     name: str
@@ -50,7 +51,7 @@ class Front:
 
 @dataclass(frozen=True, slots=True)
 class Listen:
-    """front: the name of the front that listens; replica: the name of the replica that is meant"""
+    """The argument of `listen`. front: the name of the front that listens; replica: the name of the replica to listen to"""
 
     front: str
     replica: str
@@ -70,7 +71,7 @@ class EngineReplica:
         self._tasks = [asyncio.create_task(self._end_with_engine()), asyncio.create_task(self._beat())]
 
     async def _end_with_engine(self) -> None:
-        """End this process when its engine has ended. Ray notices that at once, and a failed check of health only later."""
+        """End this process when its engine has ended. Ray notices that at once, but a failed health check only later."""
         log.error("this replica ends: %s", await self._engine.ended())
         await asyncio.sleep(FAREWELL_SECONDS)
         os._exit(1)
@@ -85,8 +86,8 @@ class EngineReplica:
     async def add(self, front: Front, add: Add | Encode) -> Exception | None:
         """Compute a request. Returns the engine's refusal, or None at the end. Cancelling the call aborts the request.
 
-        EngineDeadError means that another replica may compute the request, because nothing of it has been computed here. So a
-        request that comes while the engine dies, before this process knows of it, is not lost.
+        EngineDeadError means that nothing of the request has been computed here, and another replica may compute it. So a
+        request that arrives while the engine dies, before this process knows about it, is not lost.
         """
         if not self._engine.is_alive:
             return EngineDeadError("the engine has ended: its replica ends, too")
@@ -103,7 +104,7 @@ class EngineReplica:
             channel.tasks.discard(task)
 
     async def _generate(self, channel: OutputChannel, add: Add) -> Exception | None:
-        """What the request gains goes to the channel, step by step."""
+        """Generate, and put the outputs of each step into the channel."""
         generated = self._engine.generate(
             add.prompt,
             add.params,
@@ -124,7 +125,7 @@ class EngineReplica:
         return None
 
     async def _encode(self, channel: OutputChannel, add: Encode) -> Exception | None:
-        """What an encoder gives for all inputs goes to the channel at once: the client gets one answer."""
+        """Encode, and put the outputs for all inputs into the channel at once, because the client gets one answer."""
         outputs = await self._engine.encode(
             add.inputs, add.params, add.request_id, priority=add.priority, timeout=add.timeout, client=add.client
         )
@@ -136,7 +137,8 @@ class EngineReplica:
         return None
 
     async def listen(self, who: Listen) -> AsyncGenerator[Gains, None]:
-        """What the requests of a front gain, step by step, without end. At least every BEAT_SECONDS, if only a sign of life."""
+        """Yield the outputs of a front's requests, step by step, without end. Without outputs, it yields empty `Gains` every
+        BEAT_SECONDS as a sign of life."""
         channel = self._channels.setdefault(who.front, OutputChannel())
         task = asyncio.current_task()
         assert task is not None
@@ -148,30 +150,30 @@ class EngineReplica:
             channel.tasks.discard(task)
 
     async def snapshot(self, front: str) -> tuple[str, EngineStats]:
-        """The replica's name and its engine's statistics. Also a sign of life of the front."""
+        """The replica's name and its engine's statistics. The call is also a sign of life of the front."""
         now = time.monotonic()
         if front in self._channels:
             self._channels[front].heard = now
         for gone in [name for name, channel in self._channels.items() if now - channel.heard > FRONT_SECONDS]:
             for task in self._channels.pop(gone).tasks:
-                task.cancel()  # or a replica that is removed would wait for them
+                task.cancel()  # otherwise a replica that is to be removed would wait for them
         return self._name, self._engine.stats()
 
     async def describe(self) -> tuple[EngineConfig, Ready]:
-        """The settings that this replica was started with, and what it made of them."""
+        """The settings that this replica was started with, and what is known about its loaded engine."""
         return self._config, replace(self._engine.ready, tokenizer=None)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Read by Ray for replica_load.py."""
+        """The load of this replica. Ray calls this, and passes the load to replica_load.py."""
         return {LOAD: load_of(self._engine.stats(), self._config.max_num_seqs)}
 
     async def check_health(self) -> None:
-        """Read by Ray, which replaces a replica that raises three times in a row."""
+        """Raise RuntimeError if the engine is dead or stalled. Ray replaces a replica that raises three times in a row."""
         if not (self._engine.is_alive or self._engine.is_restarting):
             raise RuntimeError("the engine has died")
         if not self._engine.is_restarting and (reason := stall_reason(self._engine.pulse(), self._step_timeout)):
             raise RuntimeError(reason)
 
     def __del__(self) -> None:
-        """Called by Ray when the replica has drained, too."""
+        """Kill the engine. Ray also calls this when the replica has drained."""
         self._engine.kill()

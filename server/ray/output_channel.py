@@ -1,7 +1,7 @@
-"""What the requests of one front have gained in one replica, for the one stream that carries it to the front.
+"""Collects the outputs of one front's requests in one replica, for the single stream that carries them to the front.
 
-A stream of Ray for each request would cost a message for each token. With one stream for all requests, a step of the engine is
-one message, as through the pipe of the engine's process (fa_serve.engine.process.pipe).
+One Ray stream for each request would cost a message for each token. With one stream for all requests, a step of the engine is
+one message, as in the pipe of the engine's process (fa_serve.engine.process.pipe).
 """
 
 from __future__ import annotations
@@ -15,17 +15,21 @@ from fa_serve.engine import RequestOutput
 
 @dataclass(slots=True)
 class Gains:
-    """accepted: names of requests that this replica has taken; outputs: in the order in which they began"""
+    """One message to a front.
+
+    accepted: names of requests that this replica has taken
+    outputs:  at most one for each answer, in the order in which they began
+    """
 
     accepted: list[str] = field(default_factory=list)
     outputs: list[RequestOutput] = field(default_factory=list)
 
 
 class OutputChannel:
-    """Holds at most one output for each answer: what comes before the stream is read is appended to the one that waits."""
+    """Holds at most one output for each answer. Until the stream is read, later outputs are appended to the one that waits."""
 
     def __init__(self) -> None:
-        self.tasks: set[asyncio.Task[object]] = set()  # the calls of this front: its requests, and the one that listens
+        self.tasks: set[asyncio.Task[object]] = set()  # the running calls of this front: its requests, and `listen`
         self.heard = time.monotonic()  # when the front was last heard of
         self._accepted: list[str] = []
         self._outputs: dict[tuple[str, int], RequestOutput] = {}
@@ -44,11 +48,11 @@ class OutputChannel:
         self._news.set()
 
     def beat(self) -> None:
-        """Let `take` return, with nothing if nothing has come."""
+        """Let `take` return, even if there is nothing to return."""
         self._news.set()
 
     async def take(self) -> Gains:
-        """What has come since the last call. Waits until there is something, or a beat."""
+        """Return what has arrived since the last call. Waits until something arrives, or for a beat."""
         await self._news.wait()
         self._news.clear()
         gains = Gains(self._accepted, list(self._outputs.values()))

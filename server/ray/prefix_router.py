@@ -1,14 +1,14 @@
-"""Which replica gets a request: the one that has most of its prompt in its cache, unless it is busier than the others.
+"""Chooses the replica for a request: the one that has most of the prompt in its prefix cache, unless it is too busy.
 
-Ray Serve makes one router for each handle, in the process of the handle. The router gives the order in which replicas are
+Ray Serve makes one router for each handle, in the process of the handle. The router returns the order in which replicas are
 tried, and the first replica that accepts the request gets it.
 
 A conversation stays at one replica, and prompts that begin alike go to the replicas that have seen this beginning. Many clients
 may send the same beginning, such as a system prompt, and they must not fill one replica while others are idle. So a replica
 loses its preference when it has more than BOUND times the mean number of sequences in flight, and SLACK more than the mean
 (consistent hashing with bounded loads; Mirrokni, Thorup and Zadimoghaddam, 2018). Without a preference, the replica with the
-fewest sequences in flight comes first. An encoder has no such cache: the replica with the fewest tokens of inputs in flight
-comes first, since the time that an input takes goes with its tokens.
+fewest sequences in flight comes first. An encoder has no prefix cache. For its requests, the replica with the fewest input
+tokens in flight comes first, because the time for an input grows with its tokens.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ SLACK = 4
 
 class PrefixRouter(RequestRouter):
     def initialize_state(self, **_: Any) -> None:
-        """Called by Ray in place of a constructor."""
+        """Set up the state. Ray calls this instead of a constructor of this class."""
         self._table = PrefixTable()
-        self._in_flight: Counter[str] = Counter()  # sequences by replica, or tokens of inputs
-        self._counted: dict[str, int] = {}  # the same by Ray's name of a request that is in flight
+        self._in_flight: Counter[str] = Counter()  # by replica: its sequences in flight, or the tokens of its inputs
+        self._counted: dict[str, int] = {}  # by Ray's id of a request in flight: its part of `_in_flight`
         self._serial = count()
-        self._chosen: Counter[str] = Counter()  # when a replica was first in the order, by the numbers of the calls
+        self._chosen: Counter[str] = Counter()  # by replica: the serial number of the last call that put it first
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """The replicas, one in each rank, the best first."""
+        """The replicas that may get a request, the best first. Ray tries one inner list after the other."""
         if pending_request is not None:
             pending_request.routing_context.should_backoff = True  # if none accepts, Ray waits before it asks again
         by_name = {_name(replica.replica_id): replica for replica in candidate_replicas}
@@ -62,7 +62,7 @@ class PrefixRouter(RequestRouter):
         return [[by_name[name]] for name in order]
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
-        """A replica has accepted a request."""
+        """Note that a replica has accepted a request."""
         name = _name(replica_id)
         add = _command(pending_request)
         if add is None:
@@ -73,18 +73,18 @@ class PrefixRouter(RequestRouter):
         self._in_flight[name] += size
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        """A request has ended in any way."""
+        """Note that a request has ended, for whatever reason."""
         size = self._counted.pop(internal_request_id, 0)
         if _name(replica_id) in self._in_flight:
             self._in_flight[_name(replica_id)] -= size
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
-        """A replica has ended, and its cache with it."""
+        """Forget a replica that has ended, because its prefix cache is gone."""
         super().on_replica_actor_died(replica_id)
         self._forget(_name(replica_id))
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """These are the replicas from now on."""
+        """Take the replicas that exist from now on, and forget the others."""
         gone = {_name(replica_id) for replica_id in self.curr_replicas} - {_name(replica.replica_id) for replica in replicas}
         super().update_replicas(replicas)
         for name in gone:
@@ -97,11 +97,12 @@ class PrefixRouter(RequestRouter):
 
 
 def in_order(loads: Mapping[str, int], holders: Collection[str], chosen: Mapping[str, int]) -> list[str]:
-    """The replicas as they are to be tried.
+    """The replicas in the order in which they are tried.
 
-    loads:   what is in flight by replica
+    loads:   by replica, the sequences or tokens in flight
     holders: the replicas that have seen the longest beginning of the prompt
-    chosen:  when a replica was first in the order: of equal loads, which all are in a burst of requests, the oldest goes first
+    chosen:  by replica, when it was last first in the order. In a burst of requests all loads are equal: then the replica for
+             which that is longest ago goes first
     """
     mean = sum(loads.values()) / max(len(loads), 1)
     limit = max(BOUND * mean, mean + SLACK)
@@ -113,12 +114,12 @@ def _name(replica_id: ReplicaID) -> str:
 
 
 def _command(request: PendingRequest | None) -> Add | Encode | None:
-    """The request of a client that a call carries, or None."""
+    """The client's request that a call carries, or None."""
     return _argument(request, Add) or _argument(request, Encode)
 
 
 def _keys(add: Add | Encode) -> list[int]:
-    """The keys of a prompt; none of an encoder's inputs."""
+    """The keys of a prompt; an encoder's inputs have none."""
     return [] if isinstance(add, Encode) else prefix_keys(add.prompt, (add.cache_salt, add.adapter))
 
 

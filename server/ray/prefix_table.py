@@ -1,4 +1,4 @@
-"""Which replicas have seen the beginning of a prompt. Plain Python; knows neither Ray nor an engine.
+"""Remembers which replicas have seen the beginning of a prompt. Plain Python, without Ray or an engine.
 
     table = PrefixTable()
     keys = prefix_keys(prompt, salt)
@@ -20,7 +20,7 @@ MAX_BLOCKS = 1 << 17  # 8 million tokens, in some 30 MB
 
 
 def prefix_keys(prompt: Sequence[int], salt: Hashable) -> list[int]:
-    """The key of each whole block. salt: prompts of different salts have no key in common"""
+    """The key of each whole block. salt: prompts with different salts have no key in common"""
     key = hash(salt)
     keys = []
     for end in range(BLOCK_TOKENS, len(prompt) + 1, BLOCK_TOKENS):
@@ -30,14 +30,14 @@ def prefix_keys(prompt: Sequence[int], salt: Hashable) -> list[int]:
 
 
 class PrefixTable:
-    """The replicas that have seen a block, for the `max_blocks` blocks that were noted last."""
+    """For each of the `max_blocks` blocks that were noted last, the replicas that have seen it."""
 
     def __init__(self, max_blocks: int = MAX_BLOCKS):
         self._max_blocks = max_blocks
         self._holders: OrderedDict[int, set[str]] = OrderedDict()
 
     def note(self, keys: Sequence[int], replica: str) -> None:
-        """A prompt with these keys goes to a replica."""
+        """Note that a prompt with these keys goes to a replica."""
         # the first blocks are noted last, so that the ends of prompts are forgotten before their beginnings
         for key in reversed(keys):
             self._holders.setdefault(key, set()).add(replica)
@@ -46,14 +46,14 @@ class PrefixTable:
             self._holders.popitem(last=False)
 
     def holders(self, keys: Sequence[int], replicas: Collection[str]) -> set[str]:
-        """Those of the replicas that have seen the longest beginning; all of them if none has seen a block."""
+        """The ones of `replicas` that have seen the longest beginning; all of `replicas` if none has seen a block."""
         for key in reversed(keys):
             if found := self._holders.get(key, set()).intersection(replicas):
                 return found
         return set(replicas)
 
     def forget(self, replica: str) -> None:
-        """A replica has ended."""
+        """Forget a replica that has ended."""
         for key in [key for key, holders in self._holders.items() if replica in holders]:
             self._holders[key].discard(replica)
             if not self._holders[key]:

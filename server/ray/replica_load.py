@@ -1,7 +1,8 @@
-"""How full a replica is, and how many replicas that asks for. Plain Python: Ray's controller runs it.
+"""The load of a replica, and the number of replicas that the loads call for. Plain Python, because Ray's controller runs it.
 
-A load of 1 is a replica whose slots or pages are all taken while nothing waits; an encoder has no pages. What waits counts
-beyond 1, in proportion to what runs: with 30 sequences running and 30 waiting, two replicas would be full.
+A load of 1 means that all slots or all pages of a replica are taken and nothing waits. An encoder has no pages. Waiting
+sequences count beyond 1, in proportion to the running ones: with 30 sequences running and 30 waiting, the load is 2, because
+these sequences would fill two replicas.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ if TYPE_CHECKING:
 
 LOAD = "load"
 TARGET_LOAD = 0.7
-"""The load that replicas are to have. What is left takes the requests that come while another replica loads its weights."""
+"""The load that replicas should have. The rest of their capacity is for requests that arrive while a new replica loads."""
 
 
 def load_of(stats: EngineStats, max_num_seqs: int) -> float:
-    """The load of a replica, by the snapshot of its engine."""
+    """The load of a replica, from the statistics of its engine."""
     fullness = max(stats.num_running / max_num_seqs, stats.num_pages_used / max(stats.num_pages, 1))
     if not stats.num_waiting:
         return fullness
@@ -32,9 +33,9 @@ def wanted_replicas(loads: Mapping[Any, float]) -> int:
 
 
 def autoscaling_policy(context: Any) -> tuple[int, dict[str, Any]]:
-    """Ray Serve's policy: `wanted_replicas`, or what there is before the first loads have come.
+    """Ray Serve's policy: `wanted_replicas`, or the current target until the first loads have arrived.
 
-    Ray keeps the number between the least and the most, and waits before it follows.
+    Ray keeps the number between the minimum and the maximum, and delays changes.
 
     context: ray.serve's AutoscalingContext; its loads are means over the last seconds
     """

@@ -2,9 +2,10 @@
 
     engine = ReplicatedEngine(config, Cluster(ReplicaOptions(replicas=2)))
 
-`ReplicaWorker` stands where a thread or a process stands otherwise. It sends each request to a replica and passes on what comes
-back. A request whose replica ends is ended with an error. It is not sent to another replica, because a request that ends one
-replica would end the next one as well. Only a request that the replica has not begun to compute is sent again.
+`ReplicaWorker` takes the place of the thread or process that otherwise runs the engine. It sends each request to a replica and
+passes on the outputs. If the replica of a request ends, the request is ended with an error. It is not sent to another replica,
+because a request that has killed one replica would kill the next one as well. Only a request that the replica has not begun to
+compute is sent again.
 """
 
 from __future__ import annotations
@@ -41,18 +42,23 @@ log = logging.getLogger("fa_serve.server")
 LOOK_SECONDS = 1.0
 """The time between two looks at the replicas."""
 SILENT_LOOKS = 10
-"""After so many looks without a sign of life of a replica, its requests are ended. It gets new ones when it is heard again."""
+"""After this many looks without a sign of life, a replica's requests are ended. It gets new ones once it is heard again."""
 HANG_UP_SECONDS = 1.0
 REPLICA_LOST = "the replica that computed the request has ended"
 AGAIN_SECONDS = 0.1
-"""The time after which a request that a replica has refused because its engine has ended is sent again."""
+"""If a replica refuses a request because its engine has ended, the request is sent again after this time."""
 LATE_SECONDS = 5.0
-"""How long the last outputs of a request may take after its replica has said that it has ended."""
+"""How long the last outputs of a request may take to arrive after its replica has reported its end."""
 
 
 @dataclass(slots=True)
 class _Request:
-    """A request that has not ended. replica: the name of the one that has taken it; ended: all outputs have come"""
+    """A request that has not ended.
+
+    unfinished: indices of the answers that have not ended
+    replica:    the name of the replica that has taken the request
+    ended:      set when all outputs have arrived
+    """
 
     unfinished: set[int]
     replica: str | None = None
@@ -62,14 +68,14 @@ class _Request:
 
 @dataclass(slots=True)
 class _Listener:
-    """silent_looks: how often this process has looked at the replicas since this one was last heard"""
+    """A stream from one replica. silent_looks: how often this process has looked at the replicas since its last message"""
 
     task: asyncio.Task[None]
     silent_looks: int = 0
 
 
 class ReplicaWorker:
-    """Sends requests to replicas. `snapshots` has the statistics of each, by its name."""
+    """Sends requests to replicas. `snapshots` has the statistics of each replica, by its name."""
 
     def __init__(self, cluster: Cluster, config: EngineConfig, on_outputs: OnOutputs, on_phase: OnPhase | None):
         self._cluster = cluster
@@ -92,7 +98,7 @@ class ReplicaWorker:
     def start(self) -> Ready:
         """Deploy the replicas and wait until they are loaded. Raises what `Cluster` raises."""
         begin = time.perf_counter()
-        tokenizer = load_tokenizer(self._config)  # before a cluster loads a model that does not exist
+        tokenizer = load_tokenizer(self._config)  # raises if there is no such model, before a cluster tries to load it
         self._handle = self._cluster.deploy(self._config)
         self._add = self._handle.options(method_name="add")
         self._listen_to = self._handle.options(method_name="listen", stream=True)
@@ -108,7 +114,7 @@ class ReplicaWorker:
     def send(self, command: Message) -> None:
         """Send a request to a replica, or cancel it there. Called on the event loop.
 
-        Raises ParameterError for a control: each replica would have to be told, and none may fail alone.
+        Raises ParameterError for a control or an adapter to load: these would have to succeed in all replicas or in none.
         """
         if isinstance(command, Control):
             rule = f"be one engine for {command.name}, which is not built for several replicas"
@@ -125,12 +131,12 @@ class ReplicaWorker:
             self._stop(name, "abort")
 
     async def _run(self, add: Add | Encode, request: _Request) -> None:
-        """Send a request, and wait for its end. Its outputs come through `_listen`."""
+        """Send a request, and wait for its end. Its outputs arrive through `_listen`."""
         name = add.request_id
         response = self._add.remote(self._front, add)
         try:
             refusal = await response
-            while isinstance(refusal, EngineDeadError):  # the replica ends, and has not begun to compute the request
+            while isinstance(refusal, EngineDeadError):  # the replica is ending, and has not begun to compute the request
                 request.replica = None  # it may have taken the request before its engine ended
                 await asyncio.sleep(AGAIN_SECONDS)
                 response = self._add.remote(self._front, add)
@@ -151,20 +157,20 @@ class ReplicaWorker:
             self._end(name, request, "error", RequestError("step_failed", f"{type(error).__name__}: {error}"))
 
     def _stop(self, name: str, reason: FinishReason, error: RequestError | None = None) -> None:
-        """End a request and cancel it in its replica. Its task may not have begun to run."""
+        """End a request and cancel it in its replica. It is ended here because its task may not have begun to run."""
         request = self._requests[name]
         self._end(name, request, reason, error)
         if request.task is not None:
             request.task.cancel()
 
     def _end(self, name: str, request: _Request, reason: FinishReason, error: RequestError | None = None) -> None:
-        """Give each unfinished answer of a request its last output."""
+        """Send a last output for each unfinished answer of a request."""
         end = RequestOutput(name, [], finished=True, finish_reason=reason, error=error)
         self._on_outputs(StepOutputs(None, [replace(end, index=index) for index in sorted(request.unfinished)]))
         request.unfinished.clear()
 
     async def _listen(self, replica: str) -> None:
-        """Pass on what the requests of this process gain in a replica."""
+        """Pass on the outputs that a replica sends for the requests of this process."""
         response = self._listen_to.remote(Listen(self._front.name, replica))
         try:
             async for gains in response:
@@ -192,7 +198,7 @@ class ReplicaWorker:
                 self._stop(name, "error", RequestError("replica_lost", REPLICA_LOST))
 
     def _note(self, output: RequestOutput) -> None:
-        if output.error is not None and output.error.code == "engine_dead":  # that of the replica; others go on
+        if output.error is not None and output.error.code == "engine_dead":  # only this replica's engine is dead
             output.error = RequestError("replica_lost", output.error.message)
         request = self._requests.get(output.request_id)
         if request is not None and output.finished:
@@ -206,7 +212,7 @@ class ReplicaWorker:
             try:
                 self._loop.call_soon_threadsafe(self._count_silence)
                 self._look()
-            except Exception as error:  # the cluster cannot be reached; `pulse` tells for how long
+            except Exception as error:  # the cluster cannot be reached; `pulse` reports for how long
                 log.warning("the replicas cannot be reached: %s: %s", type(error).__name__, error)
 
     def _look(self) -> None:
@@ -217,7 +223,7 @@ class ReplicaWorker:
         self._loop.call_soon_threadsafe(self._listen_to_all, frozenset(self.snapshots))
 
     def _listen_to_all(self, replicas: frozenset[str]) -> None:
-        """Listen to replicas that are new. Stop listening to one that takes no requests any more and has none of ours."""
+        """Listen to new replicas. Stop listening to a replica that no longer takes requests and has none of this process."""
         for replica in replicas - self._listeners.keys():
             self._listeners[replica] = _Listener(self._loop.create_task(self._listen(replica)))
             self._front.heard.add(replica)
@@ -227,10 +233,10 @@ class ReplicaWorker:
                 self._listeners[replica].task.cancel()
 
     def _count_silence(self) -> None:
-        """Give up replicas that are silent. Looks are counted, because time also passes while this process stands still."""
+        """Give up silent replicas. Looks are counted instead of seconds, which also pass while this process is suspended."""
         now = time.monotonic()
         if now - self._counted < LOOK_SECONDS / 2:
-            return  # the event loop was held up, and several looks come at once
+            return  # the event loop was held up, and now runs several looks at once
         self._counted = now
         for replica, listener in self._listeners.items():
             listener.silent_looks += 1
@@ -240,29 +246,29 @@ class ReplicaWorker:
                 listener.task.cancel()
 
     def pulse(self) -> Pulse:
-        """How long no replica has been heard."""
+        """The time since the last sign of life from any replica."""
         return Pulse(silent_seconds=time.monotonic() - self._heard)
 
     def stop(self, timeout: float = STOP_SECONDS) -> None:
-        """Leave the cluster. Called by another thread than that of the event loop."""
+        """Leave the cluster. Call this from a thread other than the event loop's."""
         self._stopping.set()
         with suppress(futures.TimeoutError, RuntimeError):  # RuntimeError: the loop has ended
             asyncio.run_coroutine_threadsafe(self._stop_listening(), self._loop).result(HANG_UP_SECONDS)
         self._cluster.leave()
 
     async def _stop_listening(self) -> None:
-        """A replica does not end while somebody listens to it."""
+        """Stop listening to all replicas: a replica does not end while a front listens to it."""
         tasks = [listener.task for listener in self._listeners.values()]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def kill(self) -> None:
-        """The replicas outlive this process, unless Ray ends with it."""
+        """Do nothing: the replicas outlive this process, unless Ray ends with it."""
 
 
 class ReplicatedEngine(AsyncEngine):
-    """An `AsyncEngine` over the replicas of a cluster, which are engines, or encoders."""
+    """An `AsyncEngine` over the replicas of a cluster. All replicas serve the same generating model or encoder."""
 
     def __init__(self, config: EngineConfig, cluster: Cluster, *, on_phase: OnPhase | None = None) -> None:
         super().__init__(config, on_phase=on_phase)
