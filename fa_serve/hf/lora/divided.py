@@ -1,11 +1,11 @@
-"""What a rank keeps of an adapter whose model is divided: the rows and columns that it keeps of the weights.
+"""The part of an adapter that a rank keeps if the model is divided. It follows the division of the weights.
 
-    low = part_of_low_rank("model.layers.0.self_attn.q_proj", low, module)       # as the weight of the module is divided
+    low = part_of_low_rank("model.layers.0.self_attn.q_proj", low, module)       # divided like the weight of the module
 
-A layer that is divided by its rows, such as q, k and v, has A whole on each rank, and the same rows of B as of the weight. A
-layer that is divided by its columns, such as an output projection, has the same columns of A, and B whole: its outputs are
-parts of a sum, and B (A x) is linear in x, so that the sum over ranks that the layer has anyway adds the adapter up. The bias
-of such an adapter is added by rank 0 alone. Left out: which rows and columns a rank keeps (hf/surgery/divide).
+In a layer that is divided by rows, such as q, k and v, each rank keeps A whole, and the same rows of B as of the weight. In a
+layer that is divided by columns, such as an output projection, each rank keeps B whole, and the same columns of A as of the
+weight. The outputs of such a layer are parts of a sum. B (A x) is linear in x, so the layer's own sum over the ranks also adds
+up the adapter. Only rank 0 adds the bias of such an adapter. Left out: which rows and columns a rank keeps (hf/surgery/divide).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fa_serve.spec import ParameterError
 
 
 def whole_sizes(module: nn.Module, rows: int, columns: int) -> tuple[int, int]:
-    """(rows, columns) of the weight of a module on all ranks together. rows, columns: of this rank"""
+    """(rows, columns) of the undivided weight of a module. rows, columns: the sizes of this rank's part"""
     part = rank_part(module)
     if part is None:
         return rows, columns
@@ -30,7 +30,7 @@ def whole_sizes(module: nn.Module, rows: int, columns: int) -> tuple[int, int]:
 
 
 def part_of_low_rank(name: str, low: LowRank, module: nn.Module) -> LowRank:
-    """What this rank adds to a linear layer. Raises ParameterError for DoRA of a layer that is divided by its columns.
+    """This rank's part of the adapter of a linear layer. Raises ParameterError for DoRA in a layer that is divided by columns.
 
     DoRA needs the norm of each row of the weight, and no rank has whole rows of such a layer.
     """
@@ -47,19 +47,19 @@ def part_of_low_rank(name: str, low: LowRank, module: nn.Module) -> LowRank:
     if low.magnitude is not None:
         rule = f"be false with tensor_parallel above 1 for an adapter of {name[:128]}, no row of which is whole on a rank"
         raise ParameterError("use_dora", rule, True)
-    # the row of the bias stays, so that the adapter has as many pages on every rank
+    # other ranks keep a bias of zeros, so that the adapter has the same number of pages on every rank
     bias = low.bias if low.bias is None or part.rank == 0 else low.bias.new_zeros(low.bias.shape)
     return replace(low, a=part.kept(low.a, 1), bias=bias)
 
 
 def part_of_matrix(x: Tensor, module: nn.Module, dim: int = 0) -> Tensor:
-    """What this rank keeps of a matrix whose dimension `dim` is that of the rows of the module's weight."""
+    """This rank's part of a matrix. dim: the dimension of x that corresponds to the divided dimension of the module's weight"""
     part = rank_part(module)
     return x if part is None else part.kept(x, dim)
 
 
 def part_of_experts(low: LowRankExperts, module: Any, name: str) -> LowRankExperts:
-    """What this rank adds to a parameter of a module of experts, whose matrices may be stored transposed."""
+    """This rank's part of the adapter of a parameter of experts. The matrices of the experts may be stored transposed."""
     part = rank_part(module, name)
     if part is None:
         return low

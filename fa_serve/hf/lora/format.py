@@ -1,10 +1,10 @@
-"""Reads an adapter as peft writes it, strictly: what this module does not know is refused by the name of its field.
+"""Reads an adapter in the format of peft, strictly: fields and tensors that this module does not know are refused by name.
 
     adapter = read_adapter("adapters/french", max_bytes=1 << 30)
     adapter.modules["model.layers.0.self_attn.q_proj"].a           # (rank, in_features)
 
-A folder holds adapter_config.json and adapter_model.safetensors. It may come from anybody, so that the sizes of files and of
-headers are bounded before they are read, pickles are never opened, every tensor must be named as peft names it, and numbers
+A folder holds adapter_config.json and adapter_model.safetensors. It may come from an untrusted source: the sizes of files and
+headers are checked before they are read, pickles are never opened, every tensor must be named as peft names it, and numbers
 must be finite. Settings that only matter in training are not read. Left out: whether the adapter fits a model (memory.py).
 
 Sources: peft 0.21 (tuners/lora/config.py, layer.py, dora.py); rank-stabilised scales are from Kalajdzievski (2023,
@@ -31,7 +31,7 @@ from fa_serve.spec import ParameterError
 CONFIG_FILE, WEIGHTS_FILE = ADAPTER_FILES
 MAX_CONFIG_BYTES = 1 << 20
 MAX_HEADER_BYTES = 16 << 20
-"""Bound of the header of adapter_model.safetensors, which has about 150 bytes for each tensor."""
+"""The largest size of the header of adapter_model.safetensors, which needs about 150 bytes for each tensor."""
 MAX_RANK = 4096
 PREFIX = "base_model.model."
 DTYPES = {"F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32}
@@ -49,7 +49,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_qalora": (False,),
     "velora_config": (None,),
 }
-"""Fields that would change what is computed, and their values with which they do not. Other initialisations change the base."""
+"""Fields that can change what is computed, with the values that do not change it. Other initialisations change base weights."""
 _UNREAD = frozenset(
     {
         "auto_mapping",
@@ -72,7 +72,7 @@ _UNREAD = frozenset(
         "task_type",
     }
 )
-"""Fields that say how the adapter was trained, or what the names of its tensors say as well."""
+"""Fields about training, and fields that repeat what the names of the tensors say. They are not read."""
 _READ = frozenset(
     {
         "peft_type",
@@ -103,12 +103,12 @@ _MAX_QUANTIFIERS = 2
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """What an adapter adds to one module: scale * (x A^T) B^T + scale * bias, in its own dtype.
+    """What an adapter adds to one module: scale * (x A^T) B^T + scale * bias, in the dtype of the adapter.
 
-    a:         (rank, in_features); of an embedding, (rank, num_embeddings)
+    a:         (rank, in_features); for an embedding, (rank, num_embeddings)
     b:         (out_features, rank)
     bias:      (out_features,) or None
-    magnitude: of DoRA, (out_features,), or None
+    magnitude: (out_features,), the magnitudes of DoRA; None without DoRA
     """
 
     a: Tensor
@@ -124,11 +124,11 @@ class LowRank:
 
 @dataclass(frozen=True, slots=True)
 class AdapterConfig:
-    """Ranks and scales by the name of a module, or of a parameter, in the model.
+    """Ranks and scales by the name of a module or a parameter of the model.
 
-    parameters: the adapter has matrices for parameters that are no weights of linear layers
-    targets:    the ends of the names of linear layers, or a regular expression of whole names
-    tying:      what is for the embedding is for the head too, if the model ties them
+    parameters: whether the adapter has target_parameters: matrices for parameters, such as those of experts
+    targets:    the ends of the names of linear layers, or a regular expression for whole names
+    tying:      whether an adapter of the embedding also applies to the head, if the model ties them
     """
 
     rank: int = 8
@@ -151,7 +151,7 @@ class AdapterConfig:
         return alpha / (math.sqrt(rank) if self.rslora else rank)
 
     def is_parameter(self, module: str) -> bool:
-        """Whether the matrices of a module are those of its parameters."""
+        """Whether the matrices of a module belong to its parameters, and not to a linear layer."""
         if not self.parameters:
             return False
         if isinstance(self.targets, str):
@@ -163,9 +163,9 @@ class AdapterConfig:
 class LoraAdapter:
     """An adapter as it was read. Modules are named as in the model.
 
-    modules:    of linear layers
-    embeddings: of embeddings, whose tensors peft names in another way
-    saved:      whole weights that take the place of the base's: (out_features, in_features)
+    modules:    matrices of linear layers
+    embeddings: matrices of embeddings, whose tensors peft names differently
+    saved:      whole weights that replace those of the base: (out_features, in_features)
     parameters: (A, B) of each parameter of a module that target_parameters names, such as experts, in any order
     config:     ranks and scales
     """
@@ -182,7 +182,7 @@ class LoraAdapter:
         return max((each.rank for each in self.modules.values()), default=0)
 
     def with_weights_as_modules(self, linear: Container[str]) -> LoraAdapter:
-        """The same, with those modules among `linear` whose weight target_parameters names beside the other linear layers."""
+        """A copy in which parameters that are weights of modules in `linear` are moved from `parameters` to `modules`."""
         found = {name: self._weight(name, pairs) for name, pairs in self.parameters.items() if name in linear}
         others = {name: pairs for name, pairs in self.parameters.items() if name not in found}
         return replace(self, modules={**self.modules, **found}, parameters=others)
@@ -196,17 +196,17 @@ class LoraAdapter:
 
 
 def read_adapter(folder: str | Path, max_bytes: int = 1 << 40) -> LoraAdapter:
-    """Read an adapter. max_bytes: of its weights
+    """Read an adapter. max_bytes: the largest size of its file of weights
 
-    Raises ParameterError, whose field is that of adapter_config.json or the name of a tensor, for an adapter that fa_serve does
-    not compute or that is broken, and OSError for files that cannot be read.
+    Raises ParameterError for an adapter that is broken or that fa_serve does not compute; its field is a field of
+    adapter_config.json or the name of a tensor. Raises OSError for files that cannot be read.
     """
     config = check_adapter(folder, max_bytes)
     return _assemble(config, _read_tensors(Path(folder) / WEIGHTS_FILE))
 
 
 def check_adapter(folder: str | Path, max_bytes: int = 1 << 40) -> AdapterConfig:
-    """The config of an adapter whose weights are not read. Raises as `read_adapter`, as far as that can be known then."""
+    """The config of an adapter, without reading its weights. Raises the errors of `read_adapter` that need no weights."""
     if not isinstance(folder, str | Path):
         raise ParameterError("adapter", "be the path of a folder", folder)
     folder = Path(folder)
@@ -225,7 +225,7 @@ def check_adapter(folder: str | Path, max_bytes: int = 1 << 40) -> AdapterConfig
 
 
 def file_facts(folder: str | Path) -> tuple[tuple[int, int], ...]:
-    """What changes when the files of an adapter are replaced: size and time of each. Raises OSError for a missing file."""
+    """Size and modification time of each file of an adapter, to detect replaced files. Raises OSError for a missing file."""
     states = [(Path(folder) / name).stat() for name in (CONFIG_FILE, WEIGHTS_FILE)]
     return tuple((state.st_size, state.st_mtime_ns) for state in states)
 
@@ -272,7 +272,7 @@ def _names(name: str, value: object) -> tuple[str, ...]:
 
 
 def _targets(given: Mapping[str, Any]) -> tuple[str, ...] | str:
-    """What says which modules are linear layers. It is of use beside target_parameters only."""
+    """The targets of an `AdapterConfig`. They are needed only if there are target_parameters too."""
     value = given.get("target_modules")
     if not isinstance(value, str):
         return _names("target_modules", value)
@@ -283,7 +283,7 @@ def _targets(given: Mapping[str, Any]) -> tuple[str, ...] | str:
 
 
 def _pattern(given: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """The patterns of ranks or alphas, whose keys are regular expressions. They are bounded, so that none takes long."""
+    """The patterns of ranks or alphas, whose keys are regular expressions. Limits them so that matching is fast."""
     found = given.get(name) or {}
     if not isinstance(found, dict) or len(found) > 4096:
         raise ParameterError(name, "be an object of at most 4096 patterns", _shown(found))
@@ -295,7 +295,7 @@ def _pattern(given: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _is_simple(pattern: str) -> bool:
-    """Whether a regular expression is one, and matches names in a short time."""
+    """Whether a text is a valid regular expression that matches names in a short time."""
     quantifiers = len(re.findall(r"(?<!\\)[*+]", pattern))
     if _PATTERN.fullmatch(pattern) is None or quantifiers > _MAX_QUANTIFIERS or ")*" in pattern or ")+" in pattern:
         return False
@@ -330,7 +330,7 @@ def _flag(given: Mapping[str, Any], name: str) -> bool:
 
 
 def _check_header(path: Path, max_bytes: int) -> None:
-    """Refuse a file that is too large, or whose header is, before anything of it is in memory."""
+    """Refuse a file that is too large, or whose header is too large, before it is loaded into memory."""
     size = path.stat().st_size
     if size > max_bytes:
         raise ParameterError(WEIGHTS_FILE, f"have at most {max_bytes} bytes", size)
@@ -397,7 +397,7 @@ def _assemble(config: AdapterConfig, tensors: Mapping[tuple[str, str], Tensor]) 
     kinds: dict[str, dict[str, Tensor]] = {}
     parameters: dict[str, dict[str, dict[str, Tensor]]] = {}
     for (module, kind), tensor in tensors.items():
-        owner = _INNER.sub("", module)  # a module with several parameters is wrapped once for each
+        owner = _INNER.sub("", module)  # peft wraps a module with several parameters once for each of them
         if kind not in _WHOLE and config.is_parameter(owner):
             parameters.setdefault(owner, {}).setdefault(module, {})[kind] = tensor
         else:
@@ -460,7 +460,7 @@ def _matrix(name: str, tensor: Tensor) -> Tensor:
 
 
 def _shown(value: object) -> Any:
-    """A value for a message, which may come from anybody."""
+    """A value in a form that is short enough for a message, because it may come from an untrusted source."""
     if value is None or isinstance(value, bool | int | float):
         return value
     text = value if isinstance(value, str) else json.dumps(value, default=str)

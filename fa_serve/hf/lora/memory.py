@@ -1,19 +1,19 @@
-"""Finds the products of a model that adapters may add to, makes room for adapters on its device, and fills it.
+"""Finds the products of a model that adapters may add to, allocates memory for adapters on its device, and fills it.
 
     memory = LoraMemory(model, budget=1 << 30, max_rank=64, max_pages=4096)
-    packed = memory.pack(read_adapter(folder))       # on the host: checked against the model
-    memory.write(packed, slot=0, pages=[3, 1])       # laid out, and copied in pieces
+    packed = memory.pack(read_adapter(folder))       # checks the adapter against the model, on the host
+    memory.write(packed, slot=0, pages=[3, 1])       # lays it out and copies it in pieces
     with memory.holder.serving(LoraStep(batch)): ...
 
-A page holds PAGE_RANKS ranks of the matrices of every product of the model, so that memory has no gaps whatever ranks up to
-`max_rank` are mixed. The addresses of all products are fixed when
-the memory is made, as CUDA graphs need it. Two kinds of rows stand beside the ranks of an adapter: the bias of B, and the
-factor of DoRA (ops/lora/problem.py).
+A page holds PAGE_RANKS ranks of the matrices of every product of the model, so adapters of any ranks up to `max_rank` share the
+memory without gaps. The addresses of all products are fixed when the memory is allocated, because CUDA graphs need that. Two
+kinds of rows follow the ranks of an adapter and count as further ranks: the bias of B, and the factor of DoRA
+(ops/lora/problem.py).
 
-In a model that is divided, the memory of a rank has what this rank keeps of adapters (divided.py).
+In a divided model, the memory of a rank holds this rank's part of each adapter (divided.py).
 
-Left out: which adapter has which slot and pages (fa_serve.engine.lora.pool), and what has no place in pages (outer.py,
-parameters.py).
+Left out: which adapter has which slot and pages (fa_serve.engine.lora.pool), and parts of adapters that are not kept in pages
+(outer.py, parameters.py).
 """
 
 from __future__ import annotations
@@ -48,21 +48,21 @@ from fa_serve.ops.lora.problem import COUNTER_WORDS, LORA_COUNTERS
 from fa_serve.spec import ParameterError, UnsupportedModelError
 
 _STRIDE = 4
-"""Numbers of a product in a row of `scales`: a multiple of 16 bytes, so that the address of each is aligned."""
+"""Elements per product in a row of `scales`, `ones` or `factors`: 16 bytes, so that the address for each product is aligned."""
 MAX_SLOTS = 512
 STAGED_BYTES = 4 << 20
-"""Of one piece that is laid out and copied, unless a single product needs more. A processor's cache holds it."""
+"""The largest size of a piece that is laid out and copied, unless a single product needs more. It fits in a CPU cache."""
 
 
 class LoraMemory:
-    """Owner of the adapters' memory on the device. The forwards of the model's products are changed when it is made.
+    """Owner of the adapters' memory on the device. Creating it changes the forwards of the model's products.
 
-    budget:    bytes of the pages
-    max_rank:  of an adapter, the rows of a bias and of DoRA included
-    max_pages: that are of use
+    budget:    bytes for the pages
+    max_rank:  the largest rank of an adapter, with one more rank each for a bias and for DoRA
+    max_pages: the largest number of pages that can be in use
 
-    Raises ParameterError if the budget holds no adapter of the largest rank, and UnsupportedModelError for a model without a
-    product.
+    Raises ParameterError if the budget is too small for one adapter of the largest rank, and UnsupportedModelError for a model
+    without any product that adapters could add to.
     """
 
     def __init__(self, model: Any, *, budget: int, max_rank: int, max_pages: int) -> None:
@@ -99,7 +99,7 @@ class LoraMemory:
         self._staging = Staging(self.device, self.dtype, largest)
 
     def settle(self, model: Any) -> None:
-        """Find the products again after layers of the model have been fused anew. The adapters in memory stay."""
+        """Find the products again after the layers of the model have been fused anew. Keeps the adapters in memory."""
         known = {site.names: site.weights for site in self.sites}
         for module in model.modules():
             if isinstance(vars(module).get("forward"), AdaptedLinear):
@@ -112,7 +112,7 @@ class LoraMemory:
         self._parts = {name: (site, part) for site in self.sites for part, name in enumerate(site.names)}
 
     def _weights(self, number: int) -> LoraWeights:
-        """The memory of a product."""
+        """Views of the memory that hold the adapters of one product."""
         layout = self._layouts[number]
         k = layout.k
         n = sum(layout.widths)
@@ -123,20 +123,20 @@ class LoraMemory:
         return LoraWeights(a, b, scales.view(torch.float32), ones, factors, self._counters[number], layout.widths)
 
     def batch(self, rows: Tensor, tiles: Tensor, slots: Tensor, block_rows: int) -> ops.LoraBatch:
-        """Which rows of a step have which slot: see `fa_serve.ops.LoraBatch`."""
+        """Describe which rows of a step use which slot: see `fa_serve.ops.LoraBatch`."""
         return ops.LoraBatch(rows, tiles, slots, self.page_table, self.page_counts, block_rows)
 
     @torch.no_grad()
     def pack(self, adapter: LoraAdapter) -> PackedLora:
-        """Check an adapter against the model. From any thread.
+        """Check an adapter against the model. May be called from any thread.
 
-        Its tensors may be those of the adapter: `PackedLora.own` copies them. Raises ParameterError, whose field is the name of
-        a module, for what does not fit.
+        The result may share tensors with the adapter until `PackedLora.own` copies them. Raises ParameterError, whose field is
+        usually the name of a module, for an adapter that does not fit.
         """
         adapter = adapter.with_weights_as_modules(self._parts)
         outer = self._outer.pack(adapter)
         inner = {name: low for name, low in adapter.modules.items() if name not in self._outer.names}
-        # peft gives such layers an adapter as well, which no training changes: it adds nothing
+        # peft adds adapters to uncalled layers too, but training does not change these, so they add nothing and are left out
         inner = {name: low for name, low in inner.items() if name not in self._uncalled or not adds_nothing(low)}
         inner = {name: self._part(name, low) for name, low in inner.items()}
         ranks = max((_num_rows(low) for low in inner.values()), default=1)
@@ -157,7 +157,7 @@ class LoraMemory:
         return PackedLora(num_pages, parts, numbers, outer, any(low.magnitude is not None for low in inner.values()))
 
     def write(self, packed: PackedLora, slot: int, pages: Sequence[int]) -> None:
-        """Copy an adapter into these pages, which no step in flight reads. On a GPU this queues copies on its stream.
+        """Copy an adapter into these pages, which no step in flight may read. On a GPU, queues copies on the current stream.
 
         Only one thread may write at a time.
         """
@@ -174,17 +174,17 @@ class LoraMemory:
         self._outer.write(slot, packed.outer)
 
     def _lay_out(self, packed: PackedLora, page: int, first: int, last: int, view: Tensor) -> None:
-        """Write what an adapter has for the products from number `first` to `last`. view: of zeros, where they begin"""
+        """Write the adapter's rows of a page for products `first` to `last` - 1. view: zeros, beginning at product `first`"""
         begin = self._layouts[first].a
         for number in range(first, last):
             packed.fill(view, begin, page, number, self._layouts[number])
 
     def clear(self, slot: int) -> None:
-        """Free what the adapter in this slot has beside its pages."""
+        """Free the memory of the adapter in this slot that is not in pages."""
         self._outer.write(slot, None)
 
     def _part(self, name: str, low: LowRank) -> LowRank:
-        """What this rank keeps of the matrices of a linear layer, which are checked."""
+        """Check the matrices of a linear layer and return this rank's part of them."""
         if name in self._uncalled:
             rule = "have no adapter, because the model's own code multiplies its weights itself: leave it out of target_modules"
             raise ParameterError(name, rule, f"rank {low.rank}")
@@ -207,7 +207,7 @@ class LoraMemory:
         return part_of_low_rank(name, low, site.modules[part])
 
     def _packed_part(self, numbers: Tensor, site: LoraSite, part: int, low: LowRank) -> PackedPart:
-        """What an adapter adds to one module. numbers: (3,) of this module, which are written"""
+        """What an adapter adds to one module. numbers: (3,) scale, one and factor of this module, written here"""
         a = low.a
         b = low.b
         bias = None if low.bias is None else low.bias.float()
@@ -232,9 +232,9 @@ class LoraMemory:
         return PackedPart(part, self._converted(a, False), self._converted(rows, bool(extra)))
 
     def _converted(self, x: Tensor, computed: bool) -> Tensor:
-        """A matrix on the host in the model's dtype, the same memory if it is so. Raises ParameterError for an infinity.
+        """A matrix on the host in the model's dtype; x itself if nothing changes. Raises ParameterError for an infinity.
 
-        computed: it is no tensor of the adapter, whose numbers are finite
+        computed: x was computed and may overflow. Tensors of the adapter itself are known to be finite
         """
         own = x.detach().to("cpu", self.dtype)
         if (computed or x.dtype != self.dtype) and not is_finite(own):
@@ -244,7 +244,7 @@ class LoraMemory:
 
 
 def uncalled_layers(model: nn.Module) -> frozenset[str]:
-    """The names of linear layers that mixers do not call, but whose weights they multiply themselves."""
+    """The names of linear layers that mixers do not call, because they multiply with the weights themselves."""
     return frozenset(
         f"{name}.{layer}"
         for name, module in model.named_modules()
@@ -254,12 +254,12 @@ def uncalled_layers(model: nn.Module) -> frozenset[str]:
 
 
 def adds_nothing(low: LowRank) -> bool:
-    """Whether an adapter leaves its layer as it is, as before training."""
+    """Whether an adapter does not change its layer, like an adapter before training."""
     return low.bias is None and low.magnitude is None and not bool(low.b.any())
 
 
 def detach_adapters(model: nn.Module) -> None:
-    """Give what an earlier memory has changed its own forward again. Fused layers are left to `unfuse_model`."""
+    """Give modules that an earlier `LoraMemory` has changed their own forward again, except fused layers (`unfuse_model`)."""
     adapted = AdaptedLinear | AdaptedEmbedding | AdaptedHead | AdaptedExperts | AdaptedRouter
     for module in model.modules():
         if isinstance(vars(module).get("forward"), adapted):
@@ -267,7 +267,7 @@ def detach_adapters(model: nn.Module) -> None:
 
 
 def _is_linear(module: nn.Module) -> bool:
-    """Whether a module returns the product with its weights. Routers of Llama 4 and PhiMoE derive from Linear, and do not."""
+    """Whether a module returns the product with its weights. Routers of Llama 4 and PhiMoE derive from Linear, but do not."""
     if isinstance(module, QuantizedLinear) or type(module).__name__ == "Conv1D":
         return True
     return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
@@ -278,7 +278,7 @@ def _num_rows(low: LowRank) -> int:
 
 
 def _layout(sites: Sequence[LoraSite]) -> list[SiteLayout]:
-    """Where each product is in a page, one behind the other."""
+    """Where each product is in a page. Products follow each other without overlap."""
     layouts = []
     end = 0
     for site in sites:
@@ -290,7 +290,7 @@ def _layout(sites: Sequence[LoraSite]) -> list[SiteLayout]:
 
 
 def _pieces(layouts: Sequence[SiteLayout], most: int) -> list[tuple[int, int]]:
-    """Ranges of products that are copied together: of so many elements at most, or one product."""
+    """Ranges of products that are copied together, with at most `most` elements each unless a single product has more."""
     pieces = []
     first = 0
     for number in range(1, len(layouts) + 1):
@@ -305,7 +305,7 @@ def _aligned(elements: int) -> int:
 
 
 def _attach(model: nn.Module, holder: StepHolder) -> Iterator[LoraSite]:
-    """Give each product of the model a site."""
+    """Give each product of the model a site, and yield the sites."""
     names = {module: name for name, module in model.named_modules()}
     uncalled = uncalled_layers(model)
     skipped: set[nn.Module] = {model.get_output_embeddings()}  # type: ignore[operator]
@@ -313,7 +313,7 @@ def _attach(model: nn.Module, holder: StepHolder) -> Iterator[LoraSite]:
     found: list[LoraSite] = []
 
     def with_site(product: Any) -> Any:
-        """The product with a site; None for None."""
+        """The product with a new site; None for None."""
         if product is None:
             return None
         sizes = [linear_sizes(module) for module in product.modules]
@@ -342,11 +342,11 @@ def _attach(model: nn.Module, holder: StepHolder) -> Iterator[LoraSite]:
             elif isinstance(attention, DeltaMixer):
                 attention = replace(attention, inputs=with_site(attention.inputs))
             if not isinstance(attention, DeltaMixer | OwnMixer):
-                # what is left of the attention is not computed by its forward, such as the projection of latent vectors
+                # other layers of the attention, such as the projection of latent vectors, are not computed by their own forward
                 skipped.update(module.self_attn.modules())
             module.forward = replace(fused, attention=attention, **changes)
         elif isinstance(vars(module).get("expand_kv"), LatentKeys):
-            skipped.add(module.kv_b_proj)  # whose matrix is multiplied with queries
+            skipped.add(module.kv_b_proj)  # its matrix is multiplied with queries, not by its forward
         elif isinstance(fused, FusedUnit):
             module.forward = replace(fused, gate_up=with_site(fused.gate_up), down=with_site(fused.down))
     for experts in expert_modules(model):

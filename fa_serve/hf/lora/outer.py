@@ -1,13 +1,13 @@
-"""Adapters of the embedding and of the head: low-rank ones, and whole weights that take the place of the base's.
+"""Adapters of the embedding and of the head: low-rank matrices, and whole weights that replace those of the base.
 
     outer = OuterModules(model, holder)
-    weights = outer.pack(adapter)            # on the host; None for an adapter that leaves both as they are
+    weights = outer.pack(adapter)            # on the host; None for an adapter that changes neither
     outer.write(slot, weights)
 
-Such weights are as large as the base's, and few adapters have them. They are not kept in the pages of ranks but as they are,
-and PyTorch multiplies the tokens of one adapter after the other. A step with such an adapter runs without a CUDA graph. Where
-the vocabulary is divided between ranks, each of them has the rows of its tokens. Left
-out: other modules in `modules_to_save`, which are refused.
+Such weights are as large as those of the base, and few adapters have them. So they are kept as separate tensors and not in
+pages, and PyTorch computes the tokens of each adapter in turn. A step with such an adapter runs without a CUDA graph. If the
+vocabulary is divided between ranks, each rank keeps the rows of its tokens. Left out: other modules in `modules_to_save`, which
+are refused.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from fa_serve.spec import ParameterError
 
 
 class OuterPart(NamedTuple):
-    """What an adapter has for the embedding, or for the head.
+    """An adapter of the embedding or of the head.
 
-    saved: in the place of the base's weights, or None
-    low:   added to these, or None
+    saved: whole weights that replace those of the base, or None
+    low:   low-rank matrices that add to the base's or the saved weights, or None
     """
 
     saved: Tensor | None
@@ -46,7 +46,7 @@ class OuterPart(NamedTuple):
         ]
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> OuterPart:
-        """The same with other tensors."""
+        """A copy with `change` applied to each tensor."""
         low = self.low
         if low is not None:
             low = LowRank(change(low.a), change(low.b), low.scale, None if low.bias is None else change(low.bias))
@@ -58,7 +58,7 @@ NO_PART = OuterPart(None, None)
 
 @dataclass(frozen=True, slots=True)
 class OuterWeights:
-    """What an adapter has for both, and for experts and routers (parameters.py)."""
+    """The parts of an adapter for the embedding and the head, and for experts and routers (parameters.py)."""
 
     embedding: OuterPart
     head: OuterPart
@@ -70,7 +70,7 @@ class OuterWeights:
         return own + bytes_of(self.parameters)
 
     def cloned(self) -> OuterWeights:
-        """The same as copies."""
+        """A copy that shares no memory with this one."""
         return OuterWeights(
             self.embedding.mapped(torch.clone), self.head.mapped(torch.clone), mapped_parts(self.parameters, torch.clone)
         )
@@ -80,7 +80,7 @@ _NO_WEIGHTS = OuterWeights(NO_PART, NO_PART)
 
 
 class OuterModules:
-    """The embedding and the head of a model, whose forwards are replaced, and what the adapters in memory have for them."""
+    """Replaces the forwards of a model's embedding and head, and owns the weights that adapters in memory have for them."""
 
     def __init__(self, model: Any, holder: StepHolder) -> None:
         self._holder = holder
@@ -100,7 +100,10 @@ class OuterModules:
                 module.forward = replace(replaced, own=kind(replaced.own, module, self))
 
     def pack(self, adapter: LoraAdapter) -> OuterWeights | None:
-        """The weights of an adapter for both modules, on the host. Raises ParameterError for one that does not fit."""
+        """The weights of an adapter that are not kept in pages, on the host; None if there are none.
+
+        Raises ParameterError for an adapter that does not fit.
+        """
         embedding_name, head_name = self.names
         parts = OuterWeights(
             OuterPart(
@@ -121,7 +124,7 @@ class OuterModules:
         return replace(parts, parameters=self._parameters.pack(adapter))
 
     def write(self, slot: int, weights: OuterWeights | None) -> None:
-        """The adapter in this slot has these weights, which are copied to the device."""
+        """Copy the weights of the adapter in this slot to the device. weights: None removes those of an earlier adapter"""
         self._slots.pop(slot, None)
         self._parameters.write(slot, None if weights is None else weights.parameters)
         if weights is not None:
@@ -133,7 +136,7 @@ class OuterModules:
             self._slots[slot] = OuterWeights(weights.embedding.mapped(change), weights.head.mapped(change))
 
     def embed(self, module: Any, ids: Tensor, out: Tensor) -> Tensor:
-        """out: what the base makes of ids (..., tokens) -> with the adapters of the step, (..., tokens, hidden)"""
+        """Apply the step's adapters -> (..., tokens, hidden). ids: (..., tokens); out: embeddings of the base, overwritten"""
         scale = getattr(module, "embed_scale", 1.0)
         flat = out.reshape(-1, out.shape[-1])
         for slot, tokens, _ in () if self._holder.step is None else self._holder.step.outer:
@@ -147,7 +150,7 @@ class OuterModules:
         return flat.view(out.shape)
 
     def logits(self, module: Any, x: Tensor, out: Tensor) -> Tensor:
-        """out: what the base makes of x (..., rows, hidden) -> with the adapters of the step, (..., rows, vocab)"""
+        """Apply the step's adapters -> (..., rows, vocab). x: (..., rows, hidden); out: logits of the base, overwritten"""
         flat = out.reshape(-1, out.shape[-1])
         for slot, _, rows in () if self._holder.step is None else self._holder.step.outer:
             part = self._part(slot).head
@@ -159,11 +162,11 @@ class OuterModules:
         return flat.view(out.shape)
 
     def _part(self, slot: int) -> OuterWeights:
-        """What the adapter in a slot has. Weights may be those of the base on this rank, and others on another rank."""
+        """The weights of the adapter in a slot; none if it changes nothing here: its weights may differ only on other ranks."""
         return self._slots.get(slot, _NO_WEIGHTS)
 
     def _saved(self, adapter: LoraAdapter, module: Any, name: str) -> Tensor | None:
-        """The whole weights of a module; None if they are those of the base, which peft saves beside an adapter of it."""
+        """This rank's part of saved weights; None if they equal those of the base: peft may save these with an adapter."""
         saved = adapter.saved.get(name)
         if saved is None:
             return None
@@ -174,7 +177,7 @@ class OuterModules:
         return None if torch.equal(saved.to(module.weight.dtype), module.weight.detach().cpu()) else saved
 
     def _low(self, given: Any, name: str, order: tuple[int, int]) -> LowRank | None:
-        """order: which dimensions of the weights are those of b and of a"""
+        """This rank's part of the low-rank matrices of a module. order: the dimensions of the weight that b and a belong to"""
         low: LowRank | None = given.get(name)
         if low is None:
             return None

@@ -1,11 +1,11 @@
-"""An adapter on the host: its matrices by product, as they were read, in the dtype of the model.
+"""An adapter on the host: its matrices by product, laid out as in its file, in the dtype of the model.
 
-    packed = memory.pack(adapter)            # checked; its tensors may lie in the file of the adapter
-    packed.own()                             # they are copies, whatever becomes of the file
-    packed.fill(view, start, page, number, layout)   # what one product has of a page
+    packed = memory.pack(adapter)            # checked; its tensors may be views of the adapter's mapped file
+    packed.own()                             # now they are copies, independent of the file
+    packed.fill(view, start, page, number, layout)   # writes the rows of one product in a page
 
-A copy in the layout of the device would be padded to whole pages, and new memory for it is slow to come: an adapter of 42 MB
-takes 20,000 page faults. So matrices are laid out when they are copied (staging.py), into memory that is used again and again.
+A host copy in the layout of the device would be padded to whole pages, and allocating new memory for it is slow: an adapter of
+42 MB takes 20,000 page faults. So matrices are laid out only when they are copied (staging.py), into buffers that are reused.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _INTEGERS = {2: torch.int16, 4: torch.int32}
 class PackedPart(NamedTuple):
     """What an adapter adds to one module of a product.
 
-    part:  which of the product's modules it is
-    a:     (rows, in_features): the ranks, and nothing for a bias or for DoRA
-    b:     (rows, out_features): the ranks, and a row each for a bias and for DoRA
+    part:  index of the module in the product
+    a:     (rows, in_features): a row for each rank, and none for a bias or for DoRA
+    b:     (rows, out_features): a row for each rank, then one row each for a bias and for DoRA if the adapter has them
     """
 
     part: int
@@ -39,7 +39,12 @@ class PackedPart(NamedTuple):
 
 
 class SiteLayout(NamedTuple):
-    """Where a product is: its first elements of A and B in a page, its columns, and the rows of each of its modules."""
+    """Where a product is in a page.
+
+    a, b, end: the first element of A, the first element of B, and the end of the product
+    k:         columns of the product
+    widths:    rows of each of its modules
+    """
 
     a: int
     b: int
@@ -52,13 +57,13 @@ class SiteLayout(NamedTuple):
 class PackedLora:
     """An adapter on the host.
 
-    num_pages: that it takes on the device
-    parts:     by the number of the product
-    numbers:   (3, numbers of all products) int32: scales, whose bits are those of float32, ones and factors
-    outer:     of the embedding and the head, or None
-    rescales:  it has factors of DoRA
-    content:   a number that no other content has; 0 if it was not asked for
-    borrows:   tensors may lie in memory of somebody else, such as the file, or are copies of what was being written over
+    num_pages: number of pages that it takes on the device
+    parts:     the parts of each product, by the number of the product
+    numbers:   (3, elements of all products) int32: scales (the bits of float32 numbers), ones and factors
+    outer:     weights that are not kept in pages, or None
+    rescales:  whether it has factors of DoRA
+    content:   a number that identifies the content of the adapter; 0 if adapters are not numbered by content
+    borrows:   whether tensors may be in memory of another owner, such as the file, or were copied while it was written over
     """
 
     num_pages: int
@@ -71,24 +76,24 @@ class PackedLora:
 
     @property
     def num_bytes(self) -> int:
-        """On the host."""
+        """Memory on the host."""
         inner = sum(each.a.nbytes + each.b.nbytes for parts in self.parts.values() for each in parts)
         return inner + self.numbers.nbytes + self.outer_bytes
 
     @property
     def outer_bytes(self) -> int:
-        """On the device, beside the pages."""
+        """Memory on the device that is not in pages."""
         return 0 if self.outer is None else self.outer.num_bytes
 
     @property
     def is_eager(self) -> bool:
-        """Steps with this adapter run without CUDA graphs."""
+        """Whether steps with this adapter must run without CUDA graphs."""
         return self.outer is not None or self.rescales
 
     def own(self, is_unchanged: Callable[[], bool] = lambda: True) -> None:
-        """Copy what lies in memory of somebody else. From any thread, also while another one lays the adapter out.
+        """Copy tensors that are in memory of another owner. May be called from any thread, even while another one runs `fill`.
 
-        is_unchanged: asked when all is copied, whether nobody has written there. Otherwise the adapter counts as borrowed still
+        is_unchanged: called after copying: whether nobody has written to that memory. If not, the adapter stays borrowed
         """
         if not self.borrows:
             return

@@ -1,13 +1,13 @@
-"""Adapters of parameters that are no weights of linear layers: the experts of mixtures and their routers.
+"""Adapters of parameters that are not weights of linear layers: the experts of mixtures and their routers.
 
     modules = ParameterModules(model, holder)
     parts = modules.pack(adapter)            # by the name of the module; on the host
     modules.write(slot, parts)
 
-peft writes the matrices of all experts below each other. They are many times as large as those of a linear layer, so they are
-kept as they are, beside the pages of ranks, and PyTorch computes the experts of the tokens of one adapter after the other. A
-router gets whole weights. A step with such an adapter runs without a CUDA graph. Left out: quantised experts, and routers that
-are not fused.
+peft stacks the matrices of all experts in one tensor. They are many times as large as those of a linear layer, so they are kept
+as separate tensors and not in pages, and PyTorch computes the experts for the tokens of each adapter in turn. For a router, the
+adapter is merged into a copy of the whole weights. A step with such an adapter runs without a CUDA graph. Left out: quantised
+experts, and routers that are not fused.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Part = dict[str, LowRankExperts]
 
 
 class ParameterModules:
-    """The experts and routers of a model, whose forwards are replaced, and what the adapters in memory have for them."""
+    """Replaces the forwards of a model's experts and routers, and owns the matrices that adapters in memory have for them."""
 
     def __init__(self, model: nn.Module, holder: StepHolder) -> None:
         self._holder = holder
@@ -57,7 +57,7 @@ class ParameterModules:
                 module.forward = AdaptedRouter(router, name, self)
 
     def pack(self, adapter: LoraAdapter) -> dict[str, Part]:
-        """The matrices of an adapter, on the host. Raises ParameterError for those that do not fit."""
+        """This rank's part of the matrices of an adapter, on the host. Raises ParameterError for matrices that do not fit."""
         found = {}
         for name, pairs in adapter.parameters.items():
             shapes = self._shapes(name)
@@ -78,7 +78,7 @@ class ParameterModules:
         return found
 
     def write(self, slot: int, parts: Mapping[str, Part] | None) -> None:
-        """The adapter in this slot has these matrices, which are copied to the device; None for none."""
+        """Copy the matrices of the adapter in this slot to the device. parts: None removes those of an earlier adapter"""
         self._slots.pop(slot, None)
         self._routers = {key: router for key, router in self._routers.items() if key[0] != slot}
         if not parts:
@@ -96,7 +96,7 @@ class ParameterModules:
         self._slots[slot] = kept
 
     def experts(self, name: str, module: Any, x: Tensor, index: Tensor, weights: Tensor, out: Tensor) -> Tensor:
-        """out: what the base makes of x (tokens, hidden) -> with the adapters of the step"""
+        """Apply the adapters of the step. x: (tokens, hidden); out: the output of the base for x, overwritten"""
         for slot, tokens in self._served(len(x)):
             part = self._slots.get(slot, {}).get(name)
             if part:
@@ -106,7 +106,7 @@ class ParameterModules:
         return out
 
     def route(self, name: str, x: Tensor, out: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """out: what the base returns for x (..., hidden) -> with the adapters of the step"""
+        """Apply the adapters of the step. x: (..., hidden); out: the result of the base router for x, overwritten"""
         flat = x.reshape(-1, x.shape[-1])
         for slot, tokens in self._served(len(flat)):
             router = self._routers.get((slot, name))
@@ -116,7 +116,7 @@ class ParameterModules:
         return out
 
     def _served(self, rows: int) -> list[tuple[int, Tensor]]:
-        """(slot, tokens) of the adapters of the step that have parts outside of the pages. rows: that a module is given"""
+        """(slot, tokens) of the step's adapters that have parts not kept in pages. rows: of the module's input"""
         step = self._holder.step
         if step is None or not step.outer:
             return []
@@ -125,7 +125,7 @@ class ParameterModules:
         return [(slot, tokens) for slot, tokens, _ in step.outer]
 
     def _shapes(self, name: str) -> dict[str, tuple[int, int, int]]:
-        """(matrices, rows, columns) of each parameter of a module that may have adapters."""
+        """(matrices, rows, columns) of each parameter of a module that an adapter may change, before division between ranks."""
         if name in self._fused:
             rows, columns = self._fused[name].weight.shape
             return {"weight": (1, rows, columns)}
@@ -168,12 +168,12 @@ class AdaptedRouter:
 
 
 def bytes_of(parts: Mapping[str, Part]) -> int:
-    """On the device."""
+    """Memory on the device."""
     return sum(low.a.nbytes + low.b.nbytes for part in parts.values() for low in part.values())
 
 
 def mapped_parts(parts: Mapping[str, Part], change: Callable[[Tensor], Tensor]) -> dict[str, Part]:
-    """The same with other tensors."""
+    """A copy with `change` applied to each tensor."""
     return {
         name: {key: low._replace(a=change(low.a), b=change(low.b)) for key, low in part.items()} for name, part in parts.items()
     }

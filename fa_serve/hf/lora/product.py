@@ -1,9 +1,9 @@
-"""A product of the model that adapters add to, and the step that says which token takes which adapter.
+"""A product of the model that adapters add to, and the step that says which token uses which adapter.
 
-    y = project(product, x, norm=norm, activation="silu", next_weight=down)       # ops.linear, and the adapters of the step
+    y = project(product, x, norm=norm, activation="silu", next_weight=down)       # ops.linear, plus the adapters of the step
 
-The projections of a fused layer are products whose `site` is set when there is a `LoraMemory`, and a linear layer outside of
-one gets the forward of `AdaptedLinear`. Where no token of a step has an adapter, both compute the base as if there were none.
+A `LoraMemory` sets the `site` of the projections of fused layers, and gives linear layers outside of fused layers the forward
+of `AdaptedLinear`. If no token of a step has an adapter, both compute only the base.
 
 Left out: how sites are found and filled (memory.py).
 """
@@ -25,10 +25,10 @@ from fa_serve.ops.modes import has_gradients, records_gradients
 
 @dataclass(frozen=True, slots=True)
 class LoraStep:
-    """What a step tells the products.
+    """The adapters of a step, for the products.
 
     tokens: which token has which adapter
-    outer:  (slot, tokens, rows of the logits) of adapters that change the embedding or the head: int64 tensors
+    outer:  (slot, tokens, rows of the logits) of each adapter that has parts not kept in pages: int64 tensors
     """
 
     tokens: ops.LoraBatch
@@ -36,7 +36,7 @@ class LoraStep:
 
 
 class StepHolder:
-    """What all sites of a model read: the step that is computed, or None if no token of it has an adapter."""
+    """Holds the current step for all sites of a model. step: None if no token of the step has an adapter"""
 
     __slots__ = ("step",)
 
@@ -55,12 +55,12 @@ class StepHolder:
 
 @dataclass(slots=True, eq=False)
 class LoraSite:
-    """One product, possibly merged of several linear layers.
+    """One product, of one linear layer or of several merged ones.
 
-    names:   of its linear layers in the model, in the order of its rows
-    k:       its columns
-    widths:  rows of each linear layer
-    modules: these layers
+    names:   names of its linear layers in the model, in the order of its rows
+    k:       number of its columns
+    widths:  number of rows of each linear layer
+    modules: these linear layers
     weights: the adapters in memory, set by `LoraMemory`
     """
 
@@ -73,12 +73,12 @@ class LoraSite:
 
     @property
     def batch(self) -> ops.LoraBatch | None:
-        """Which token of the step has which adapter; None if none has one."""
+        """Which token of the step has which adapter; None if no token has an adapter."""
         step = self.holder.step
         return None if step is None else step.tokens
 
     def weights_for(self, x: Tensor, batch: ops.LoraBatch) -> ops.LoraWeights:
-        """The adapters in memory. Raises RuntimeError unless x has the rows of the step."""
+        """The adapters in memory. Raises RuntimeError unless x has as many rows as the step has tokens."""
         assert self.weights is not None
         if len(x) != len(batch.rows):
             names = ", ".join(self.names)
@@ -89,7 +89,7 @@ class LoraSite:
 
 
 class Projection(Protocol):
-    """A product as layers have it (surgery/fuse/parts.py)."""
+    """The interface of `FusedProduct` (surgery/fuse/parts.py)."""
 
     @property
     def weight(self) -> ops.Weight: ...
@@ -111,9 +111,10 @@ def project(
     alpha: float = 1.0,
     next_weight: ops.Weight | None = None,
 ) -> Any:
-    """As `ops.linear` with the product's weight and bias, and with the adapters of the step.
+    """`ops.linear` with the product's weight and bias, plus the adapters of the step.
 
-    Where ops are recorded by autograd, the linear layers that the product is made of get the gradients. There are no adapters.
+    If autograd records the op, gradients go to the parameters of the linear layers that are merged into the product, and
+    adapters are not applied.
     """
     weight = product.weight
     bias = product.bias
@@ -134,7 +135,7 @@ def project(
 
 @dataclass(frozen=True, slots=True)
 class AdaptedLinear:
-    """Replaces the `forward` of a linear layer that is not part of a fused one.
+    """Replaces the `forward` of a linear layer outside of fused layers.
 
     original: the layer's own forward
     """
@@ -155,7 +156,7 @@ class AdaptedLinear:
 
 
 def linear_sizes(module: Any) -> tuple[int, int] | None:
-    """(columns, rows) of the weights of a linear layer, of Conv1D and of a quantised linear layer; None for other modules."""
+    """(columns, rows) of the weight of a linear layer, a Conv1D or a quantised linear layer; None for other modules."""
     weight = getattr(module, "weight", None)
     if type(module).__name__ == "Conv1D" and isinstance(weight, Tensor) and weight.dim() == 2:
         return weight.shape[0], weight.shape[1]
@@ -165,7 +166,7 @@ def linear_sizes(module: Any) -> tuple[int, int] | None:
 
 
 def dense_weight(site: LoraSite, part: int) -> Tensor | None:
-    """The matrix of a linear layer of a site, (rows, columns) in float32; None for a quantised one."""
+    """The matrix of one linear layer of a site, (rows, columns) in float32; None for a quantised layer."""
     module = site.modules[part]
     weight = module.weight
     if not isinstance(weight, Tensor) or not weight.is_floating_point():

@@ -1,1 +1,1 @@
-"""Everything that replaces a module of a model. Left out: how weights are read (`fa_serve.hf.weights`)."""
+"""Everything that replaces modules of a loaded model. Left out: how weights are read (`fa_serve.hf.weights`)."""

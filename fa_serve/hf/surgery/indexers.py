@@ -1,11 +1,11 @@
 """Gives indexers the forward of `SeatedIndexer`, where that is proven to choose the same keys.
 
-    seat_indexers(model)             # raises UnsupportedModelError for a module that would choose others
+    seat_indexers(model)             # raises UnsupportedModelError for a module that would choose other keys
 
-The proof lets a float32 copy of a module rank all keys before each of a few random tokens by its own code. In the order of this
-ranking, the scores of the seated form may not grow. All forms of rotary embedding are tried, of which one holds.
+In the proof, the own code of a float32 copy of a module ranks all visible keys for each of a few random tokens. In the order of
+this ranking, the scores of the seated form must never increase. All forms of rotary embedding are tried until one fits.
 
-Left out: which modules are indexers and what they choose by (adapter/indexers.py).
+Left out: which modules are indexers, and the values by which they choose (adapter/indexers.py).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _ROTATIONS = tuple(IndexerRotation(pairing, at_end) for at_end in (False, True) 
 
 @torch.no_grad()
 def seat_indexers(model: PreTrainedModel) -> None:
-    """Seat all indexers of a model; those that are seated already stay so.
+    """Give all indexers of a model the forward of `SeatedIndexer`. Indexers that already have it keep it.
 
     Raises UnsupportedModelError, with the module and the reason, if one of them cannot be seated.
     """
@@ -51,7 +51,7 @@ def unseat_indexers(model: nn.Module) -> None:
 
 
 def _prove(module: nn.Module) -> Callable[[nn.Module], SeatedIndexer]:
-    """Find the form of a module's rotary embedding. Raises NotReplacedError if no form chooses what the module does."""
+    """Find the form of a module's rotary embedding. Raises NotReplacedError if no form chooses the same keys as the module."""
     check_untouched(module)
     require_parts(module)
     original: Any = float32_copy(module)
@@ -77,7 +77,7 @@ def _prove(module: nn.Module) -> Callable[[nn.Module], SeatedIndexer]:
 
 
 def _ranks_alike(call: IndexCall, ranking: Tensor) -> bool:
-    """Whether scores fall in the order of a ranking (tokens, tokens), whose row t begins with t + 1 keys that are visible."""
+    """Whether scores never increase along a ranking (tokens, tokens), in which row t begins with the t + 1 visible keys."""
     products = torch.relu(torch.einsum("thd,sd->ths", call.query, call.key))
     scores = torch.einsum("th,ths->ts", call.weights, products)
     ordered = scores.gather(1, ranking)

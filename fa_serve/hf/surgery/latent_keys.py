@@ -1,10 +1,11 @@
-"""Lets layers with latent attention that are not fused cache latent keys, where that is proven to change nothing.
+"""Lets layers with latent attention that are not fused cache latent keys, if this is proven to change nothing.
 
     seat_latent_keys(layers)
 
-The proof compares a module's own keys and values, of random latent vectors and rotated keys, with products of its matrix: for
-queries and weights of any value, scores and outputs then agree. Left out: how a layer computes with them
-(adapter/latent_keys.py), and layers that are fused, which cache latent keys by themselves (fuse/latent.py).
+In the proof, the module's own code computes keys and values from random latent vectors and rotated keys. Scores and outputs for
+random queries and attention weights are computed from these keys and values, and again from the latent vectors and the module's
+matrix, and must agree. Left out: how a layer computes with latent keys (adapter/latent_keys.py), and fused layers, which cache
+latent keys by themselves (fuse/latent.py).
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ _TOKENS = 5
 
 @torch.no_grad()
 def seat_latent_keys(layers: Iterable[nn.Module]) -> None:
-    """Give the attention of layers whose `expand_kv` is known `LatentKeys`. For a kind that is not, the log says why.
+    """Replace `expand_kv` of layers' attention with `LatentKeys` if it computes the same. The log says why a kind is left out.
 
-    layers: modules of a model. Those without such an attention are left alone
+    layers: modules of a model. Modules without such attention are ignored
     """
     reasons: dict[str, str] = {}
     for layer in layers:
@@ -57,7 +58,7 @@ def _sizes_of(attention: Any) -> LatentSizes:
 
 
 def _reason_against(attention: Any) -> str:
-    """Why a module keeps its own `expand_kv`; "" if products with its matrix are the same."""
+    """Why a module keeps its own `expand_kv`; "" if products with its matrix compute the same."""
     parts = ("kv_b_proj", "kv_a_layernorm", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
     missing = [name for name in parts if not hasattr(attention, name)]
     if missing:

@@ -1,16 +1,16 @@
-"""The one proof that a replacement computes the same as the module that it replaces.
+"""Proves that a replacement computes the same as the module that it replaces.
 
-    given = observe_inputs(model, layers, batch)       # what each layer is given in a forward of a few tokens
-    original = float32_copy(layer)                     # the module's own code, on weights of float32
-    functions_agree(original, replacement, x)      # for several tokens, and for one, which takes other kernels
-    replace_forwards(layers, prove, refuse)            # each kind is proven once, and what is not proven stays as it is
+    inputs = observe_inputs(model, layers, batch)      # the inputs of each layer in a forward of a few tokens
+    original = float32_copy(layer)                     # the module's own code, with weights in float32
+    functions_agree(original, replacement, x)          # for several tokens, and for one token, which uses other kernels
+    replace_forwards(layers, prove, refuse)            # proves each kind once; modules that are not proven stay as they are
 
-Decoder layers, routers, shared experts, experts (also quantised ones) and divided layers are all replaced by this rule: no
-module is recognised by the name of its class. Its own code and the replacement compute the same numbers in float32, and the
-results may differ by TOLERANCE, which is another order of summation and nothing more. Modules are of one kind if they differ
-in nothing but the values of their weights (`kind_of`).
+Decoder layers, routers, shared experts, experts (also quantised ones) and divided layers are all replaced by this rule. No
+module is recognised by the name of its class. Instead, the module's own code and the replacement compute the same input in
+float32. The results may differ by TOLERANCE, which allows another order of summation and nothing more. Modules are of one kind
+if they differ only in the values of their weights (`kind_of`).
 
-Left out: what a replacement is made of, and on which inputs a difference would show. Each module of this room knows its own.
+Left out: how a replacement is built, and the inputs on which a difference would show. Each module of this package has its own.
 """
 
 from __future__ import annotations
@@ -34,14 +34,16 @@ from fa_serve.hf.adapter.paged import paged_output
 from fa_serve.hf.adapter.translate import AttendsBatch, LayerCall
 
 TOLERANCE = 1e-4
-"""Largest allowed difference in float32, relative to the largest number: another order of summation, and nothing more."""
+"""Largest allowed difference in float32, relative to the largest number. It allows another order of summation, nothing more."""
 FIT_TOLERANCE = 1e-5
-"""The same for a function of one number that is chosen among candidates. Two forms of GELU differ by less than TOLERANCE."""
+"""The same where a function of one number is identified among candidates: two forms of GELU differ by less than TOLERANCE."""
 
 POSITIONS = (0, 1, 2, 13, 5, 30, 31)
-"""Of the tokens in the forward whose inputs are observed. They are not in order, so a layer that counts them itself differs."""
+"""The positions of the tokens in the forward that observes inputs. They are not in order, so a layer that counts positions
+itself gives another result."""
 _UNTOLD = {*vars(nn.Module()).keys() - {"training"}, "layer_idx", "forward"}
-"""Attributes that are told apart in another way: tensors, submodules and hooks of a module, and the number of its layer."""
+"""Attributes that are no settings: `kind_of` compares tensors, submodules, hooks and replaced forwards in other ways, and the
+number of the layer does not matter."""
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -51,8 +53,8 @@ class NotReplacedError(Exception):
 
 
 class AttentionRecorder:
-    """Takes the place of a PagedBatch: keeps each module's call of attention and returns the values, repeated for each query
-    head.
+    """A substitute for a PagedBatch: records each module's call of attention and returns the values of each token, repeated for
+    the query heads, as the result.
     """
 
     def __init__(self) -> None:
@@ -66,7 +68,7 @@ class AttentionRecorder:
         return self.attend(call)
 
     def gather(self, layer_idx: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """The keys of these tokens are all there are."""
+        """Return key and value: there are no earlier keys."""
         return key, value
 
     def visible(self) -> Tensor:
@@ -74,28 +76,28 @@ class AttentionRecorder:
         return torch.ones(1, 1, dtype=torch.bool)
 
     def places(self) -> None:
-        """There are no other tokens."""
+        """None: every key belongs to one of these tokens."""
 
     def choose(self, call: IndexCall) -> Tensor:
-        """What `attend` does not read."""
+        """A dummy result, which `attend` does not read."""
         return call.key.new_zeros(1, len(call.key), 1, dtype=torch.int32)
 
 
 def repeat_heads(v: Tensor, num_heads: int) -> Tensor:
-    """Keys or values (total, num_kv_heads, dim), one for each of `num_heads` query heads."""
+    """Repeat keys or values (total, num_kv_heads, dim) so that each of `num_heads` query heads has its own."""
     return v.repeat_interleave(num_heads // v.shape[1], dim=1)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerInputs:
-    """What a decoder layer is given: (1, total, hidden), and its other arguments without the batch that rides along."""
+    """The arguments of a decoder layer. hidden: (1, total, hidden); args, kwargs: all others except `fa_serve_batch`"""
 
     hidden: Tensor
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
     def in_float32(self, device: torch.device | None = None) -> LayerInputs:
-        """Copies with floats in float32 and complex numbers of twice 32 bits. device: None stays where the tensors are"""
+        """Copies with floats in float32 and complex numbers in complex64. device: None for the device of each tensor"""
 
         def converted(value: Any) -> Any:
             if not isinstance(value, Tensor):
@@ -106,15 +108,15 @@ class LayerInputs:
         return LayerInputs(converted(self.hidden), tree_map(converted, self.args), tree_map(converted, self.kwargs))
 
     def run(self, layer: nn.Module, batch: AttendsBatch) -> Any:
-        """What the layer returns. batch: answers for its attention"""
+        """What the layer returns. batch: computes its attention"""
         with riding(batch):
             return layer(self.hidden.clone(), *self.args, **self.kwargs, fa_serve_batch=batch)
 
 
 class _TensorOrTuple(Tensor):
-    """What a layer returns that does not compute: a model takes it for a tensor, or for a tuple that begins with one."""
+    """The result of a layer that does not compute. A model can use it as a tensor, or as a tuple that begins with one."""
 
-    # what is computed from it is a plain tensor
+    # results of operations on it are plain tensors
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     def __iter__(self) -> Iterator[Any]:
@@ -127,24 +129,25 @@ class _TensorOrTuple(Tensor):
 def observe_inputs(
     model: PreTrainedModel, layers: Iterable[nn.Module], batch: AttendsBatch, *, computing: bool = True
 ) -> dict[nn.Module, LayerInputs]:
-    """Run one forward of a few tokens and note what each layer is given. Layers that are not called are missing.
+    """Run one forward of a few tokens and record the inputs of each layer. Layers that are not called are left out.
 
-    batch:     answers for the attention of every layer
-    computing: False if no layer computes, as when their weights are not on a device yet: each returns what it is given
+    batch:     computes the attention of every layer
+    computing: False if the layers must not compute, for example because their weights are not on a device yet. Each layer then
+               returns its hidden states unchanged
     """
     layers = [*layers]
     if computing:
         return _observe(model, layers, batch, None)
     try:
         return _observe(model, layers, batch, _TensorOrTuple)
-    except (TypeError, AttributeError):  # the model reads the tensor by another index, as Gemma 3n does
+    except (TypeError, AttributeError):  # the model indexes the tensor in another way, as Gemma 3n does
         return _observe(model, layers, batch, Tensor)
 
 
 def _observe(
     model: PreTrainedModel, layers: Iterable[nn.Module], batch: AttendsBatch, returned: type[Tensor] | None
 ) -> dict[nn.Module, LayerInputs]:
-    """As `observe_inputs`. returned: as what layers that do not compute return what they are given; None lets them compute"""
+    """See `observe_inputs`. returned: the type as which each layer returns its hidden states unchanged; None: layers compute"""
     inputs: dict[nn.Module, LayerInputs] = {}
 
     def observe(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -176,10 +179,10 @@ def _observe(
 
 
 def kind_of(module: nn.Module, *facts: object) -> str:
-    """A text that is equal for modules which differ in nothing but the values of their weights.
+    """A text that is equal for modules that differ only in the values of their weights.
 
-    It has the type of every submodule, its settings, its hooks, what its forward is replaced by, and the shapes and dtypes of
-    its tensors. facts: what else tells modules apart, such as what a layer asks of attention
+    It contains the type of every submodule, its settings, its hooks, the name of what replaces its forward, and the shapes and
+    dtypes of its tensors. facts: other values that distinguish modules, such as the options of a layer's attention
     """
     configs: list[PreTrainedConfig] = []
     parts = [
@@ -189,12 +192,12 @@ def kind_of(module: nn.Module, *facts: object) -> str:
     own = chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
     tensors = [(name, tuple(x.shape), x.dtype) for name, x in own]
     told = _described(facts, configs)
-    # a config may hold other configs, which then stand behind it in the list
+    # describing a config may append further configs to the list, which this loop then reaches
     return repr((parts, tensors, told, [_described(vars(config), configs) for config in configs]))
 
 
 def _settings_of(part: nn.Module) -> dict[str, Any]:
-    """The attributes of a module that are neither its number, nor its weights, nor what fa_serve keeps in it."""
+    """The attributes of a module, without the number of its layer, its weights, and attributes that fa_serve has set."""
     return {name: x for name, x in vars(part).items() if name not in _UNTOLD and not name.startswith("_fa_serve")}
 
 
@@ -204,12 +207,12 @@ def _hooks_of(part: nn.Module) -> list[str]:
 
 
 def _forward_of(part: nn.Module) -> str | None:
-    """The name of what the forward of a module is replaced by, None if it is that of its class."""
+    """The name of the object that replaces the forward of a module; None if the module has the forward of its class."""
     return _name_of(vars(part)["forward"]) if "forward" in vars(part) else None
 
 
 def _described(value: Any, configs: list[PreTrainedConfig]) -> Any:
-    """A value as plain data. configs: those that were met, which are described once"""
+    """A value as plain data. configs: the configs found so far; a value that is a config becomes an index into this list"""
     if isinstance(value, bool | int | float | str | None | torch.dtype):
         return value
     if isinstance(value, Tensor):
@@ -234,10 +237,10 @@ def _name_of(value: Any) -> str:
 
 
 def check_untouched(module: nn.Module, *, forwards: bool = True, called: tuple[type, ...] = ()) -> None:
-    """Raise NotReplacedError for hooks inside of a module, and for replaced forwards, which a replacement would not call.
+    """Raise NotReplacedError if a module contains hooks or replaced forwards, because a replacement would not call them.
 
-    forwards: False if the replacement reads replaced forwards itself, or refuses them where it needs to
-    called:   types of forwards that the replacement calls, because it runs the module's own code
+    forwards: False skips the check for replaced forwards, because the replacement handles or refuses them itself
+    called:   types of replaced forwards that are allowed, because the replacement runs the module's own code, which calls them
     """
     for part in module.modules():
         if hooks := _hooks_of(part):
@@ -247,12 +250,12 @@ def check_untouched(module: nn.Module, *, forwards: bool = True, called: tuple[t
 
 
 def float32_copy(module: M, device: torch.device | None = None) -> M:
-    """A copy of a module that computes in float32. device: None stays where the module is"""
+    """A copy of a module that computes in float32. device: None for the device of the module"""
     return copy.deepcopy(module).to(device).float()
 
 
 def largest_difference(actual: Tensor, expected: Tensor) -> float:
-    """The largest difference of two results, relative to the largest number that is expected; inf for other shapes."""
+    """The largest difference between two results, relative to the largest expected number; inf if their shapes differ."""
     if actual.shape != expected.shape:
         return math.inf
     error = (actual - expected).abs().max()
@@ -260,12 +263,12 @@ def largest_difference(actual: Tensor, expected: Tensor) -> float:
 
 
 def results_agree(actual: Tensor, expected: Tensor, tolerance: float = TOLERANCE) -> bool:
-    """Whether a replacement has computed what the module's own code has. Numbers that are not finite agree with nothing."""
+    """Whether a replacement has computed the same as the module's own code. Numbers that are not finite never agree."""
     return largest_difference(actual, expected) <= tolerance
 
 
 def functions_agree(own: Callable[..., Tensor], ours: Callable[..., Tensor], *inputs: Tensor) -> bool:
-    """Whether two functions of rows compute the same for all rows, and for the first alone, which takes other kernels."""
+    """Whether two functions of rows compute the same for all rows, and for only the first row, which uses other kernels."""
     expected = own(*inputs)
     return all(results_agree(ours(*(x[:rows] for x in inputs)), expected[:rows]) for rows in (len(expected), 1))
 
@@ -277,12 +280,12 @@ def replace_forwards(
     *,
     kind: Callable[[M], str] = kind_of,
 ) -> int:
-    """Give each module another forward where that is proven to change nothing. Returns how many have one.
+    """Give each module another forward if that is proven to change nothing. Returns how many modules got one.
 
     prove:  proves the first module of a kind. Returns the function that makes the forward of any module of this kind
-    refuse: is told of a module that keeps its own forward, and why, once for each reason
+    refuse: called with a module that keeps its own forward and the reason, once for each reason
 
-    A kind of which a module cannot be replaced is not tried again.
+    After one module of a kind could not be replaced, further modules of this kind are not tried.
     """
     proofs: dict[str, Callable[[M], Callable[..., Any]] | str] = {}
     replaced = 0

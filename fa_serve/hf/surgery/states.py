@@ -1,14 +1,16 @@
-"""Gives modules with a recurrent or convolution state the forward of `SeatedMixer`, where that is proven to change nothing.
+"""Gives modules with a recurrent or convolution state the forward of `SeatedMixer`, if this is proven to change nothing.
 
     seat_states(model)               # raises UnsupportedModelError for a module that would compute something else
 
-The proof compares a float32 copy of a module, which computes whole sequences by transformers' code, with its seated form. That
-computes the same sequences in steps of the engine: packed, in chunks that store states, one by one, with rows that a later
-step overwrites, and over the end of a page. What was not written is NaN, so that a row which reads it differs.
+The proof compares two forms of a float32 copy of a module. The reference computes whole sequences by transformers' code. The
+seated form computes the same sequences in steps of the engine: packed, in chunks that store states, one token at a time, with
+rejected draft tokens whose rows a later step overwrites, and across the end of a page. Memory that was not written is NaN, so a
+row that reads it differs.
 
-A module that is divided between ranks is seated by each rank alone: both forms are compared before their parts are added up.
+If a module is divided between ranks, each rank seats its part without the other ranks: both forms are compared before the parts
+of sums are added up.
 
-Left out: which modules have a state and what their functions are exchanged for (adapter/state_modules.py).
+Left out: which modules have a state, and which of their functions are replaced (adapter/state_modules.py).
 """
 
 from __future__ import annotations
@@ -37,12 +39,12 @@ from fa_serve.hf.surgery.proof import (
 from fa_serve.spec import UnsupportedModelError
 
 PAGE = 16
-"""Tokens of a page in the proof."""
+"""The number of tokens of a page in the proof."""
 
 
 class _Part(NamedTuple):
-    """The rows of one sequence in a step of the proof: first .. first + length - 1, of which those from `wrong` on are drafts
-    that are not accepted."""
+    """The rows of one sequence in a step of the proof: first .. first + length - 1. Rows from `wrong` on are draft tokens that
+    are not accepted."""
 
     first: int
     length: int
@@ -56,13 +58,14 @@ STEPS: tuple[tuple[_Part, _Part], ...] = (
     (_Part(39, 11, 50), _Part(19, 1, 20)),
     (_Part(50, 1, 51), _Part(20, 1, 21)),
 )
-"""Two sequences in steps. The first one begins with a chunk, and both fill a page in a step of few rows."""
+"""The steps of the proof, each for two sequences. The first sequence begins with a chunk, and both fill a page in a step of few
+rows."""
 LENGTHS = (51, 21)
 
 
 @torch.no_grad()
 def seat_states(model: PreTrainedModel) -> None:
-    """Seat all modules with a state; those that are seated already stay so.
+    """Give all modules with a state the forward of `SeatedMixer`. Modules that already have it keep it.
 
     Raises UnsupportedModelError, with the module and the reason, if one of them cannot be seated.
     """
@@ -107,7 +110,7 @@ def unseat_states(model: nn.Module) -> None:
 def _prove(module: nn.Module, inputs: LayerInputs) -> frozenset[str]:
     """Compare a float32 copy of a module with its seated form. Raises NotReplacedError if they differ.
 
-    Returns the names of its linear layers that its code does not call.
+    Returns the names of those of its linear layers that its code does not call.
     """
     check_untouched(module, called=DIVIDED_MODULES)
     original = float32_copy(module)
@@ -134,7 +137,7 @@ def _prove(module: nn.Module, inputs: LayerInputs) -> frozenset[str]:
 
 
 def _mixed(hidden: Tensor, length: int, seed: int) -> Tensor:
-    """(length, hidden): random mixtures of the rows that a module was given."""
+    """Random linear combinations of the rows of a module's input, (length, hidden)."""
     weights = torch.randn(length, len(hidden), generator=torch.Generator().manual_seed(seed))
     mixed: Tensor = weights.to(hidden.device) @ hidden * len(hidden) ** -0.5
     return mixed
@@ -148,7 +151,7 @@ def _run(forward: Callable[..., Any], inputs: LayerInputs, hidden: Tensor, state
         if isinstance(value, StepCache):
             return cache
         if isinstance(value, Tensor) and value.dtype == torch.bool and value.dim() == 2 and bool(value.all()):
-            return value.new_ones(1, len(hidden))  # a mask of padding, of which there is none
+            return value.new_ones(1, len(hidden))  # a padding mask, for rows without padding
         return value
 
     args = [given(value) for value in inputs.args]
@@ -157,7 +160,7 @@ def _run(forward: Callable[..., Any], inputs: LayerInputs, hidden: Tensor, state
 
 
 def _unwritten(spec: ops.StateSpec, device: torch.device) -> ops.StateTensors:
-    """Room for the states of the proof, filled with NaN."""
+    """Memory for the states of the proof, filled with NaN."""
     tensors = spec.allocate(8, len(LENGTHS), PAGE, device)
     for tensor in (tensors.pages, *tensors.tails):
         tensor.fill_(torch.nan)
@@ -165,14 +168,14 @@ def _unwritten(spec: ops.StateSpec, device: torch.device) -> ops.StateTensors:
 
 
 def _step_rows(hidden: Tensor, part: _Part) -> Tensor:
-    """The rows of a sequence in a step. Drafts that are wrong are rows of another token."""
+    """The rows of a sequence in a step. Rows of draft tokens that are not accepted differ from those of the sequence."""
     rows = hidden[part.first : part.first + part.length].clone()
     rows[part.wrong - part.first :] = hidden[0] + 1.0
     return rows
 
 
 def _state_batch(step: Sequence[_Part], device: torch.device) -> ops.StateBatch:
-    """What a step says about the states of its sequences. State page n of a sequence is the one before token n * PAGE."""
+    """Describe the states of the sequences in a step. State page n of a sequence holds the state before token n * PAGE."""
     sources = []
     targets = []
     chunks = []

@@ -1,14 +1,14 @@
-"""Attention of vision towers that read images end to end, with a rotary embedding that is one kernel.
+"""Attention of vision towers over images that are packed end to end, with rotary embedding in one kernel.
 
-    forward = prove_attention(module)(module)          # raises NotReplacedError if it is another attention
+    forward = prove_attention(module)(module)          # raises NotReplacedError for a module with another kind of attention
 
-Towers of Qwen2-VL and those like it multiply once for queries, keys and values, and rotate queries and keys in float32 by about
-fourteen small kernels. This form rotates in place, in the memory of the product, and calls attention with views of it, without
-the interfaces between a model and attention.
+Towers like that of Qwen2-VL have one product for queries, keys and values, and rotate queries and keys in float32 by about
+fourteen small kernels. The replacement rotates in place, in the output of the product, and calls attention with views of it,
+without the interfaces between a model and attention.
 
-The module's own code computes while gradients are recorded, and whatever is asked of it that is not here: other implementations
-of attention, and weights of attention. It also does if the two halves of the angles differ: pairs share an angle in this form,
-of which the first call makes sure, once for modules of one kind.
+The module's own code runs while autograd records, and for calls that the replacement does not support, such as calls with
+another implementation of attention or calls that ask for attention weights. It also runs if the two halves of the angles
+differ, because here both elements of a pair share an angle. The first call checks this, once for all modules of a kind.
 
 Left out: norms of queries and keys, and towers that pad images to one length.
 """
@@ -34,16 +34,16 @@ log = logging.getLogger("fa_serve.hf")
 
 @dataclass(slots=True)
 class _Angles:
-    """Whether both halves of the angles are equal, once a call has told."""
+    """Whether both halves of the angles are equal; None until a call has shown it."""
 
     are_halves: bool | None = None
 
     def told_by(self, cos: Tensor, sin: Tensor) -> bool:
-        """Whether the form may be used for these angles, and for those of all later calls."""
+        """Whether the replacement may be used for these angles. Decides for all later calls too, unless all angles are zero."""
         if self.are_halves is None:
             half = cos.shape[-1] // 2
             if not sin.any():
-                return False  # the first place alone, where every angle is zero
+                return False  # all angles are zero, as for a single patch, so they show nothing
             self.are_halves = all(torch.equal(x[:, :half], x[:, half:]) for x in (cos, sin))
             if not self.are_halves:
                 log.info("attention of the tower stays as it is: the halves of its angles differ")
@@ -51,7 +51,7 @@ class _Angles:
 
 
 def may_be_packed_attention(module: nn.Module) -> bool:
-    """Whether it has one product for queries, keys and values, one behind attention, and nothing else."""
+    """Whether a module has one product for queries, keys and values, one after attention, and no other parts."""
     if {*dict(module.named_children())} != {"qkv", "proj"} or not hasattr(module, "scaling"):
         return False
     qkv = cast(Any, module).qkv
@@ -62,7 +62,7 @@ def may_be_packed_attention(module: nn.Module) -> bool:
 
 
 def prove_attention(module: nn.Module) -> Callable[[Any], Callable[..., Any]]:
-    """Raises NotReplacedError, or an error of the module's code."""
+    """Prove `PackedAttention`. Returns what makes the forward. Raises NotReplacedError, or an error of the module's code."""
     check_untouched(module)
     own: Any = float32_copy(module, torch.device("cpu"))
     draw = torch.Generator().manual_seed(0)
@@ -82,7 +82,7 @@ def prove_attention(module: nn.Module) -> Callable[[Any], Callable[..., Any]]:
 
 
 class PackedAttention:
-    """The forward of such a module. angles: what is known of those that modules of its kind are given"""
+    """The replacing forward of a module. angles: what is known about the angles, shared by all modules of a kind"""
 
     def __init__(self, module: Any, angles: _Angles) -> None:
         self._module = module
@@ -101,7 +101,7 @@ class PackedAttention:
         qkv = module.qkv(hidden_states)
         all_heads = qkv.view(rows, 3 * heads, dim)
         nowhere = qkv.new_full((rows,), -1, dtype=torch.int64)
-        no_page = all_heads[None, :1, :heads]  # is not written, because no row has a slot
+        no_page = all_heads[None, :1, :heads]  # never written, because no row has a slot
         cos, sin = (x[:, : dim // 2] for x in words["position_embeddings"])
         ops.rotary_store_kv(qkv, no_page, no_page, nowhere, num_heads=heads, cos=cos, sin=sin)
         q, k, v = all_heads.view(rows, 3, heads, dim).unbind(1)
@@ -118,7 +118,7 @@ class PackedAttention:
         return module.proj(out.flatten(1))
 
     def _is_taken(self, hidden_states: Tensor, words: Mapping[str, Any]) -> bool:
-        """Whether this form computes what a call asks for."""
+        """Whether the replacement supports a call."""
         angles = words.get("position_embeddings")
         return (
             not torch.is_grad_enabled()

@@ -1,15 +1,16 @@
-"""Modules of vision towers, in another form that GPUs compute faster.
+"""Modules of vision towers, replaced with forms that GPUs compute faster.
 
-    quicken_tower(model, beside=model.get_decoder())      # returns how many modules have another forward now
+    quicken_tower(model, beside=model.get_decoder())      # returns the number of modules that got another forward
 
-- Towers of Qwen2-VL and those like it get each patch of an image as a row, and multiply it with a convolution whose kernel is
-  as large as the patch. The result has one place, so it is a product of the row with the weights. PyTorch treats it as a
-  convolution of thousands of tiny images. Larger inputs are left to the convolution.
+- Towers like that of Qwen2-VL get each patch of an image as a row, and apply a convolution whose kernel is as large as the
+  patch. The output has a single position, so it equals a product of the row with the weights. PyTorch treats it as a
+  convolution over thousands of tiny images. Larger inputs are left to the convolution.
 - The gated MLPs of Qwen2.5-VL's tower are 3420 wide. Rows of 6840 bytes do not begin at multiples of 16 bytes, which the fast
-  products of a GPU need. Both matrices of the first product become one, with zeros up to a multiple of ALIGNED, and so does
-  the width of the second. The parameters stay, as views of these, so that new values written into them are used.
-- RMS norms are one kernel each, instead of six over numbers of float32.
-- Attention to packed images rotates queries and keys by one kernel (tower_attention.py).
+  products of a GPU need. The two matrices of the first product are merged, and their rows and the columns of the second matrix
+  are padded with zeros to a multiple of ALIGNED. The parameters become views of the padded matrices, so new values that are
+  written into them take effect.
+- RMS norms are one kernel each, instead of six kernels in float32.
+- Attention over packed images rotates queries and keys in one kernel (tower_attention.py).
 
 Each form is proven (`proof.py`). Left out: the language model, whose layers `fuse` replaces.
 """
@@ -31,17 +32,19 @@ from fa_serve.hf.surgery.proof import NotReplacedError, check_untouched, float32
 from fa_serve.hf.surgery.tower_attention import may_be_packed_attention, prove_attention
 
 ALIGNED = 64
-"""Elements of a row in 128 bytes."""
+"""Widths are padded to a multiple of this: the number of 2-byte elements in 128 bytes."""
 _FEWEST = 8
-"""Elements in 16 bytes: a width that is a multiple of it is left as it is."""
+"""The number of 2-byte elements in 16 bytes. A width that is a multiple of this is not padded."""
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 Convolution = nn.Conv2d | nn.Conv3d
 log = logging.getLogger("fa_serve.hf")
 
 
 def quicken_tower(model: nn.Module, beside: nn.Module | None = None) -> int:
-    """Give the modules of these kinds another forward, in place, where that is proven to come to the same. Returns their
-    number. beside: a part of the model that stays as it is, the language model"""
+    """Give modules of these kinds another forward, in place, if that is proven to compute the same. Returns how many got one.
+
+    beside: a part of the model that is left out, such as the language model
+    """
 
     def refuse(module: nn.Module, reason: str) -> None:
         log.info("a %s of the tower stays as it is: %s", type(module).__name__, reason)
@@ -66,7 +69,7 @@ def _covers_patches(module: nn.Module) -> bool:
 
 
 def _prove_patches(module: Convolution) -> Callable[[Convolution], Callable[[Tensor], Tensor]]:
-    """Raises NotReplacedError."""
+    """Prove that a product replaces a convolution. Returns what makes the forward. Raises NotReplacedError."""
     own = float32_copy(module, torch.device("cpu"))
     draw = torch.Generator().manual_seed(0)
     x = torch.randn(5, module.in_channels, *module.kernel_size, generator=draw)
@@ -77,7 +80,7 @@ def _prove_patches(module: Convolution) -> Callable[[Convolution], Callable[[Ten
 
 
 def _multiply(module: Convolution, x: Tensor) -> Tensor:
-    """x: (n, in_channels, *size) -> (n, out_channels, *places)"""
+    """Apply a convolution as a product. x: (n, in_channels, *size) -> (n, out_channels, *positions)"""
     if x.shape[2:] != module.kernel_size:
         return type(module).forward(cast(Any, module), x)
     rows = F.linear(x.flatten(1), module.weight.flatten(1), module.bias)
@@ -93,7 +96,7 @@ def _is_unaligned(module: nn.Module) -> bool:
 
 
 def _prove_mlp(module: Any) -> Callable[[Any], Callable[[Tensor], Tensor]]:
-    """Raises NotReplacedError, or an error of the module's code."""
+    """Prove `PaddedMlp`. Returns what makes the forward. Raises NotReplacedError, or an error of the module's code."""
     check_untouched(module)
     activation = activation_of(module)
     own = float32_copy(module, torch.device("cpu"))
@@ -107,10 +110,10 @@ def _prove_mlp(module: Any) -> Callable[[Any], Callable[[Tensor], Tensor]]:
 
 
 class PaddedMlp:
-    """The forward of a gated MLP over padded copies of its weights, of which its parameters become views.
+    """The forward of a gated MLP over padded copies of its weights. Its parameters become views of these copies.
 
-    The parameters stay the objects that they are, because an optimizer may have them. The module's own code computes while
-    gradients are recorded, and after the parameters have got other memory.
+    The parameter objects are kept, because an optimizer may hold them. The module's own code runs while autograd records, and
+    after a parameter has moved to other memory.
     """
 
     @torch.no_grad()
@@ -142,7 +145,7 @@ class PaddedMlp:
         return rows.view(*x.shape[:-1], rows.shape[-1])
 
     def _is_stale(self) -> bool:
-        """Whether a parameter lies elsewhere than in the padded weights."""
+        """Whether a parameter is no longer a view of the padded weights."""
         mlp = self._mlp
         pairs = [
             (mlp.gate_proj.weight, self._first[0]),
@@ -156,14 +159,14 @@ class PaddedMlp:
 
 
 def _may_be_norm(module: nn.Module) -> bool:
-    """Whether it has one vector of weights, and a number that is added to the mean of squares."""
+    """Whether a module has one vector of weights and an epsilon, and no submodules."""
     weights = dict(module.named_parameters())
     has_eps = hasattr(module, "variance_epsilon") or hasattr(module, "eps")
     return has_eps and [*weights] == ["weight"] and weights["weight"].ndim == 1 and not [*module.children()]
 
 
 def _prove_norm(module: nn.Module) -> Callable[[Any], Callable[[Tensor], Tensor]]:
-    """Raises NotReplacedError."""
+    """Prove that `ops.rms_norm` replaces a norm. Returns what makes the forward. Raises NotReplacedError."""
     check_untouched(module)
     own: Any = float32_copy(module, torch.device("cpu"))
     norm = norm_of(own.requires_grad_(False))
@@ -175,10 +178,10 @@ def _prove_norm(module: nn.Module) -> Callable[[Any], Callable[[Tensor], Tensor]
 
 
 def _normalise(module: Any, eps: float, offset: float, x: Tensor) -> Tensor:
-    """x: (..., width). The module's own code computes while gradients are recorded."""
+    """Apply an RMS norm. x: (..., width). The module's own code runs while autograd records."""
     if torch.is_grad_enabled():
         own: Tensor = type(module).forward(module, x)
         return own
-    # kernels read contiguous rows, and Gemma 3 norms what it has transposed
+    # kernels read contiguous rows, but Gemma 3 normalises a transposed tensor
     rows = x.reshape(-1, x.shape[-1]).contiguous()
     return ops.rms_norm(rows, ops.Norm(module.weight, eps, offset)).view(x.shape)

@@ -1,1 +1,1 @@
-"""Weights divided between ranks: the plan, and the division that is proven. Left out: sums over ranks (`fa_serve.ops`)."""
+"""Divides weights between ranks: the plan, the division, and its proof. Left out: sums over ranks (`fa_serve.ops`)."""

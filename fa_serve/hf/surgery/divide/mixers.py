@@ -3,12 +3,12 @@
     parts = divide_mixer(module, size=2)      # None for a module whose form is not known
 
 transformers' plans leave such modules whole, or gather their outputs. Here a rank keeps the projections, the convolution and
-the recurrence of some heads, with their states, and the output projection adds up over the ranks. A head has its own decay,
-state and output, so ranks exchange nothing before that, with two exceptions: the time steps, B and C of Mamba are sums over all
-channels, and a gated norm over all heads needs the sum of the squares of all ranks.
+the recurrence of some heads, with their states, and the outputs of the output projection are added up over the ranks. A head
+has its own decay, state and output, so ranks exchange nothing before that sum, with two exceptions: the time steps, B and C of
+Mamba are sums over all channels, and a gated norm over all heads needs the sum of the squares of all ranks.
 
-A form is told by what a module has. Whether it is divided right, the proof of weights.py says. Left out: modules of attention
-and all others (plan.py).
+The form of a module is recognised by its attributes. The proof in weights.py checks that the division is right. Left out:
+attention and all other modules (plan.py).
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ Sections = tuple[Section, ...]
 
 @dataclass(frozen=True, slots=True)
 class MixerParts:
-    """How a module is divided. Names are relative to it, and those that it does not have are passed over.
+    """How a module is divided. Names are relative to the module. Names that it does not have are ignored.
 
     rows:    sections of the outputs of linear layers and convolutions, and of parameters and buffers
-    columns: sections of the inputs of linear layers, whose outputs are parts of a sum
-    numbers: attributes that count heads or channels, with what a rank has, by the name of the module ("" is itself)
-    norms:   norms over the features of all ranks, with their number
+    columns: sections of the inputs of linear layers whose outputs are parts of a sum
+    numbers: attributes that count heads or channels, with their values on a rank, by submodule ("" is the module itself)
+    norms:   norms over the features of all ranks, with the number of these features
     """
 
     rows: dict[str, Sections]
@@ -51,7 +51,8 @@ def divide_mixer(module: nn.Module, size: int) -> MixerParts | None:
 def _delta_net(module: Any, size: int) -> MixerParts:
     """A gated delta net (Qwen3-Next, Qwen 3.5, OLMo hybrid): values may have more heads than queries and keys.
 
-    Heads of keys that are fewer than the ranks are repeated, unless a projection has the features of each key head together.
+    If there are fewer key heads than ranks, several ranks keep the same head. This is not possible if a projection groups its
+    features by key head.
     """
     keys = Section(module.num_k_heads * module.head_k_dim, module.num_k_heads, shared=True)
     values = Section(module.num_v_heads * module.head_v_dim, module.num_v_heads)
@@ -79,7 +80,7 @@ def _delta_net(module: Any, size: int) -> MixerParts:
 
 
 def _kimi_delta_attention(module: Any, size: int) -> MixerParts:
-    """Kimi delta attention, whose gates differ by channel. The first products of both gates have the size of one head."""
+    """Kimi delta attention, with a gate for each channel. The first products of both gates are small and stay whole."""
     features = Section(module.num_heads * module.head_dim, module.num_heads)
     heads = Section(module.num_heads, module.num_heads)
     rows: dict[str, Sections] = {
@@ -94,7 +95,7 @@ def _kimi_delta_attention(module: Any, size: int) -> MixerParts:
 
 
 def _mamba2(module: Any, size: int) -> MixerParts:
-    """Mamba2: heads in groups, which share B and C. Groups that are fewer than the ranks are repeated."""
+    """Mamba2: heads in groups that share B and C. If there are fewer groups than ranks, several ranks keep the same group."""
     inner = Section(module.num_heads * module.head_dim, module.num_heads)
     groups = Section(module.n_groups * module.ssm_state_size, module.n_groups, shared=True)
     heads = Section(module.num_heads, module.num_heads)
@@ -119,14 +120,14 @@ def _mamba2(module: Any, size: int) -> MixerParts:
     if norm_groups == 1:
         parts.norms["norm"] = inner.size
     elif norm_groups:
-        # each group is of one rank, or else its sections do not divide
+        # each group belongs to one rank; otherwise planning the cut fails
         rows["norm.weight"] = (Section(inner.size, norm_groups),)
         parts.numbers["norm"] = {"n_groups": norm_groups // size}
     return parts
 
 
 def _norm_groups(module: Any) -> int:
-    """The number of groups of features that the gated norm of Mamba2 normalises apart; 0 without a norm."""
+    """The number of groups of features that the gated norm of Mamba2 normalises separately; 0 without a norm."""
     norm = module.norm
     if getattr(norm, "weight", None) is None:
         return 0
@@ -136,7 +137,7 @@ def _norm_groups(module: Any) -> int:
 
 
 def _mamba(module: Any, size: int) -> MixerParts:
-    """Mamba, each of whose channels has a state."""
+    """Mamba, in which each channel has its own state."""
     (inner,) = equal_sections(module.intermediate_size)
     rows: dict[str, Sections] = {
         **dict.fromkeys(("conv1d", "dt_proj", "A_log", "D"), (inner,)),
@@ -147,7 +148,7 @@ def _mamba(module: Any, size: int) -> MixerParts:
 
 
 def _short_convolution(module: Any, size: int) -> MixerParts:
-    """A gated convolution (LFM2), each of whose channels is alone."""
+    """A gated convolution (LFM2), whose channels are independent."""
     (channels,) = equal_sections(module.conv.out_channels)
     return MixerParts({"in_proj": (channels,) * 3, "conv": (channels,)}, {"out_proj": (channels,)}, {})
 
@@ -159,4 +160,4 @@ FORMS = {
     ("intermediate_size", "in_proj", "x_proj", "dt_proj"): _mamba,
     ("conv", "in_proj", "out_proj"): _short_convolution,
 }
-"""By what a module has."""
+"""The functions that divide a module, by the attributes that the module must have."""

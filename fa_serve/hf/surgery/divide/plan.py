@@ -1,17 +1,18 @@
-"""How the layers of a model are divided between the ranks of tensor parallelism: a plan, made from shapes alone.
+"""How the layers of a model are divided between the ranks of tensor parallelism: a plan, made only from shapes.
 
-    division = plan_division(model, size=2)     # raises UnsupportedModelError that names the layer and the rule
+    division = plan_division(model, size=2)     # raises UnsupportedModelError, which names the layer and the rule
     for path, layer in division.layers.items():
         for name, cut in layer.cuts.items(): ...    # which rows or columns of the parameter a rank keeps
 
-transformers' own plan (`base_model_tp_plan`) says which projections are divided by rows and which by columns. A product by rows
-gives some of the features, and a product by columns that takes them gives one part of a sum, which is added up over the ranks.
-What transformers gathers because its code cuts features apart (merged projections, norms over all heads) is divided here by
-heads instead, so no features travel. Key and value heads that are fewer than the ranks are repeated. If the size of the
-vocabulary is a multiple of the number of ranks, a rank looks up some of the embeddings and computes some of the logits.
+transformers' own plan (`base_model_tp_plan`) says which projections are divided by rows and which by columns. A product that is
+divided by rows gives some of the features. The next product, divided by columns, takes these features and gives one part of a
+sum, which is added up over the ranks. Where transformers gathers features because its code splits them afterwards (merged
+projections, norms over all heads), they are divided by heads here, so ranks exchange no features. If there are fewer key and
+value heads than ranks, several ranks keep the same head. If the size of the vocabulary is a multiple of the number of ranks,
+each rank looks up some of the embeddings and computes some of the logits.
 
 Modules that keep a recurrent or convolution state are divided by their own heads or channels (mixers.py). transformers has no
-plan for most models with such modules: their projections are then found by the names that transformers gives them everywhere.
+plan for most models with such modules. Other projections of these models are found by names that are usual in transformers.
 
 Left out: dividing weights, and the proof that the plan is right for a kind of layer (weights.py).
 """
@@ -35,13 +36,13 @@ from fa_serve.hf.surgery.quantised.linear import QuantizedLinear
 from fa_serve.spec import AttentionSpec, UnsupportedModelError
 
 BY_ROWS = ("colwise", "colwise_gather_output", "colwise_rep", "packed_colwise")
-"""Rules of transformers for weights whose rows, the output features, are divided. It calls them columns of the transpose."""
+"""Rules of transformers for weights whose rows (output features) are divided. Their names refer to columns of the transpose."""
 BY_COLUMNS = ("rowwise", "rowwise_split_input", "rowwise_rep")
-"""Rules for weights whose columns, the input features, are divided, so that their products are parts of a sum."""
+"""Rules for weights whose columns (input features) are divided, so that their products are parts of a sum."""
 SUMMED = ("moe_tp_experts",)
 """Rules for modules, such as all experts of a layer, whose outputs are parts of a sum."""
 WHOLE = ("replicated_with_grad_allreduce", "mla_kv_a_proj")
-"""Rules for modules that every rank keeps whole. Latent keys are those of all heads."""
+"""Rules for modules that every rank keeps whole. Among them is the projection to latent keys, which all heads share."""
 USUAL = (
     {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"},
     {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "out_proj": "rowwise"},
@@ -52,25 +53,25 @@ USUAL = (
     {"w1": "colwise", "w3": "colwise", "w2": "rowwise"},
     {"input_linear": "packed_colwise", "output_linear": "rowwise"},
 )
-"""Rules of the linear layers of a module that has all of these, where a model has no plan. The first that fits is taken."""
+"""Rules for linear layers of modules without a plan. The first entry whose names all occur in the module is taken."""
 USUAL_OF_EXPERTS = (
     {"gate_up_proj": "packed_colwise", "down_proj": "rowwise"},
     {"up_proj": "colwise", "down_proj": "rowwise"},
 )
-"""The same for modules of experts, whose matrices are parameters."""
+"""Rules for modules of experts without a plan, whose matrices are parameters."""
 
 
 @dataclass(slots=True)
 class LayerDivision:
-    """What is done to one decoder layer. Names are relative to it.
+    """How one decoder layer is divided. Names are relative to the layer.
 
-    cuts:      of parameters and buffers
+    cuts:      cuts of parameters and buffers
     sums:      modules whose outputs are added up over the ranks
     once:      biases of such modules, which only rank 0 adds
-    narrowed:  modules whose output is cut, because they need the features of all ranks
-    attention: modules that count their heads, with the numbers of query heads and of key and value heads of a rank
-    numbers:   other attributes of modules that count heads or channels, with what a rank has
-    norms:     norms over the features of all ranks, which add up squares, with the number of these features
+    narrowed:  modules that need the features of all ranks: they are computed whole, and then their output is cut
+    attention: attention modules, with the number of query heads and the number of key and value heads of a rank
+    numbers:   other attributes of modules that count heads or channels, with their values on a rank
+    norms:     norms that add up squares over all ranks, with the number of features of all ranks
     """
 
     cuts: dict[str, Cut] = field(default_factory=dict)
@@ -86,8 +87,8 @@ class LayerDivision:
 class Division:
     """How a model is divided.
 
-    layers:     by the path of the decoder layer
-    vocabulary: of the embeddings and of the head; None if every rank keeps them whole
+    layers:     how each decoder layer is divided, by the path of the layer
+    vocabulary: the cut of the embeddings and of the head; None if every rank keeps them whole
     """
 
     size: int
@@ -109,7 +110,7 @@ def plan_division(model: PreTrainedModel, size: int) -> Division:
     mixers = set(find_state_modules(model)) if states else set()
     inside = {part for mixer in mixers for part in mixer.modules()}
     towers = _outside_of_language_model(model)
-    # layers that keep nothing of a sequence count as well, and those of a tower that makes embeddings do not
+    # with states, layers are those of stacks with mixers: also layers that keep nothing of a sequence, but no layers of towers
     named = [_LAYER.match(name) for name, module in model.named_modules() if module in mixers]
     stacks = {found["stack"] for found in named if found is not None}
     specs = attention if states else dict(enumerate(attention.values()))
@@ -122,7 +123,7 @@ def plan_division(model: PreTrainedModel, size: int) -> Division:
                 or module in towers
                 or not (found["stack"] in stacks if states else int(found["number"]) < len(specs))
             ):
-                continue  # outside of the layers: embeddings, the last norm, the head
+                continue  # not in a decoder layer: embeddings, the last norm, the head
             division = layers.setdefault(found["layer"], LayerDivision())
             planner = _Planner(model, division, specs.get(int(found["number"])), size)
             if module in mixers:
@@ -139,7 +140,7 @@ def plan_division(model: PreTrainedModel, size: int) -> Division:
 
 
 def _outside_of_language_model(model: PreTrainedModel) -> set[nn.Module]:
-    """The modules of towers, which rank 0 alone runs, and what else lies beside the language model of a composite one."""
+    """The modules of a composite model outside of its language model, such as towers, which only rank 0 runs."""
     decoder = cast(Any, model).get_decoder()
     if not isinstance(decoder, nn.Module) or decoder is model:
         return set()
@@ -147,8 +148,8 @@ def _outside_of_language_model(model: PreTrainedModel) -> set[nn.Module]:
 
 
 def usual_rules(model: PreTrainedModel, known: Mapping[str, str]) -> dict[str, str]:
-    """Rules as transformers' plans have them, from the names of linear layers and experts, for modules of which a plan says
-    nothing. known: the plan"""
+    """Rules in the form of transformers' plans for modules that the plan does not mention, from the names of linear layers and
+    experts. known: the plan"""
     rules: dict[str, str] = {}
     planned = {rule.rpartition(".")[0] for rule in known}
     for name, module in model.named_modules():
@@ -166,7 +167,7 @@ def usual_rules(model: PreTrainedModel, known: Mapping[str, str]) -> dict[str, s
 
 
 def _vocabulary(model: PreTrainedModel, size: int) -> Cut | None:
-    """How embeddings and head are divided, if both are plain and of the same size."""
+    """How embeddings and head are divided; None unless both are plain, of the same size, and divisible."""
     embeddings: Any = model.get_input_embeddings()
     head: Any = cast(Any, model).get_output_embeddings()
     if type(head) is not nn.Linear or head.bias is not None or not isinstance(embeddings, nn.Embedding):
@@ -182,7 +183,7 @@ def _refusal(model: PreTrainedModel, size: int, reason: str) -> UnsupportedModel
 
 
 _LAYER = re.compile(r"(?P<layer>(?P<stack>.*?)\.(?P<number>\d+))\.(?P<rest>.+)")
-"""The name of a module in a layer, such as model.layers.3.mlp.up_proj: its stack is model.layers."""
+"""Matches the name of a module in a layer, such as model.layers.3.mlp.up_proj, whose stack is model.layers."""
 
 
 class _NotDivisible(Exception):
@@ -191,7 +192,7 @@ class _NotDivisible(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Planner:
-    """Plans the modules of one layer. spec: what the layer asks of attention; None for a layer without"""
+    """Plans the modules of one layer. spec: the spec of the layer's attention; None for a layer without attention"""
 
     model: PreTrainedModel
     layer: LayerDivision
@@ -217,13 +218,13 @@ class _Planner:
                 self._cut(f"{name}.{own}", f"{path}.{own}", own_rule, 0, self._rows(name, path, own_rule, len(parameter)))
             elif own_rule in BY_COLUMNS:
                 self._cut(f"{name}.{own}", f"{path}.{own}", own_rule, parameter.dim() - 1, equal_sections(parameter.shape[-1]))
-                if rule is None:  # a plan may name the weights of experts alone (Qwen3-Omni)
+                if rule is None:  # a plan may name only the weights of experts, not their module (Qwen3-Omni)
                     self.layer.sums.append(path)
             elif own_rule is not None:
                 raise _NotDivisible(f"the rule {own_rule!r} of {name}.{own} is not supported")
 
     def plan_mixer(self, name: str, path: str, module: nn.Module) -> None:
-        """Plan a module that keeps a state, with all that it contains. The arguments are those of `plan`."""
+        """Plan a module that keeps a state, including its submodules. The arguments are those of `plan`."""
         parts = divide_mixer(module, self.size)
         if parts is None:
             raise _NotDivisible(f"{name} ({type(module).__name__}) keeps a state in a form that is not divided")
@@ -249,7 +250,7 @@ class _Planner:
             self.layer.norms[f"{path}.{own}"] = features
 
     def _plan_experts(self, name: str, path: str, module: QuantizedExperts, rules: dict[str, str]) -> None:
-        """Every rank keeps some of the width of every expert: rows of the gate and of up, and columns of down."""
+        """Divide the width of every expert: each rank keeps some rows of gate and of up, and some columns of down."""
         kinds = [rules.get(_general(each)) for each in (name, f"{name}.gate_up_proj", f"{name}.down_proj")]
         if kinds[0] not in SUMMED or kinds[1:] != ["packed_colwise", "rowwise"] or module.gate_up_proj_bias is not None:
             rule = "transformers' plan must divide their width, and they must have no biases"
@@ -288,7 +289,7 @@ class _Planner:
             self.layer.once.append(f"{path}.bias")
 
     def _check_groups(self, name: str, rule: str, module: QuantizedLinear | QuantizedExperts, cut: Cut) -> None:
-        """Columns that share a scale stay together. Rows may be divided anywhere, because each has separate scales."""
+        """Check that columns which share a scale stay together. Rows may be divided anywhere: each row has its own scales."""
         if module.scheme.ordered:
             reason = "their groups are in the order of the activations (act-order)"
             raise _NotDivisible(f"the columns of {name} (rule {rule!r}) cannot be divided: {reason}")
@@ -301,7 +302,7 @@ class _Planner:
             )
 
     def _rows(self, name: str, path: str, rule: str, rows: int) -> tuple[Section, ...]:
-        """How output features are divided: by heads in attention, in two halves where a gate and its values are merged."""
+        """How output features are divided: by heads in attention, and in two halves where gate and up are merged."""
         if not self._is_attention(name, path):
             merged = rule == "colwise_gather_output" and path.endswith("gate_up_proj")
             return equal_sections(rows, *((2,) if merged or rule == "packed_colwise" else ()))
@@ -312,14 +313,14 @@ class _Planner:
         parent = path.rpartition(".")[0]
         self.layer.attention[parent] = (spec.num_heads // self.size, max(spec.num_kv_heads // self.size, 1))
         if rows in (q.size, spec.num_heads) or (path.endswith("q_proj") and rows % spec.num_heads == 0):
-            # queries, one number for each head, or queries with a gate for each
+            # queries, one number for each head, or queries each with a gate
             return (q._replace(size=rows),)
         if rows in (k.size, v.size):
             return (k._replace(size=rows),)
         if rows == q.size + k.size + v.size:
             return q, k, v
         if path.endswith("kv_b_proj") and rows % spec.num_heads == 0:
-            return (q._replace(size=rows),)  # keys and values of each head, made of latent vectors
+            return (q._replace(size=rows),)  # keys and values of each head, computed from latent vectors
         raise _NotDivisible(f"the {rows} rows of {name} (rule {rule!r}) are neither queries, keys, values nor all of them")
 
     def _columns(self, name: str, path: str, columns: int) -> tuple[Section, ...]:
@@ -329,7 +330,7 @@ class _Planner:
         return (Section(columns, heads),) if columns % heads == 0 else equal_sections(columns)
 
     def _is_attention(self, name: str, path: str) -> bool:
-        """Whether a projection is one of attention: by its path, or by what stands beside it."""
+        """Whether a projection belongs to attention: by its path, or because there is a q_proj next to it."""
         if "attn" in path or "attention" in path:
             return True
         return hasattr(self.model.get_submodule(name.rpartition(".")[0]), "q_proj")
@@ -348,7 +349,7 @@ class _Planner:
 
 
 def _keep_normalised(layer: LayerDivision, module: nn.Module) -> None:
-    """A norm over all heads needs every head: its projection stays whole, and its output is cut."""
+    """Keep projections whole whose outputs are normalised over all heads, and cut the output of the norm instead."""
     for path in layer.attention:
         attention = module.get_submodule(path)
         for kind in ("q", "k"):
@@ -369,5 +370,5 @@ def _find(module: nn.Module, name: str) -> Any:
 
 
 def _general(name: str) -> str:
-    """The name as transformers' plan has it: layers.*.mlp for layers.3.mlp."""
+    """A name in the form of transformers' plan: layers.*.mlp for layers.3.mlp."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)

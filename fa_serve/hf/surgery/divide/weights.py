@@ -1,13 +1,13 @@
 """Divides the weights of a model between the ranks, and proves for each kind of layer that the ranks together compute the same.
 
-    model = AutoModelForCausalLM.from_pretrained(...)       # on the CPU: weights are mapped from their files and not yet read
+    model = AutoModelForCausalLM.from_pretrained(...)       # on the CPU: weights are mapped from their files, but not yet read
     divide_model(model, plan_division(model, size=2), rank=0, all_reduce=all_reduce, device=device)
 
-Each rank copies its part of each weight to its device, so it reads its part of the files only, unless transformers converts or
+Each rank copies its part of each weight to its device. So it reads only its part of the files, unless transformers converts or
 merges the weights of a checkpoint while it loads them. Quantised weights are converted on the device layer by layer, and then
-each rank keeps its part. The first layer of each kind is computed whole, in float32, and again by
-all ranks together. A model whose layers disagree is refused. Left out: which rows and columns a rank keeps (plan.py), and the
-proof (surgery/proof.py).
+each rank keeps its part. The first layer of each kind is computed in float32 twice: undivided on each rank, and divided by all
+ranks together. A model with layers whose results differ is refused. Left out: which rows and columns a rank keeps (plan.py),
+and the comparison (surgery/proof.py).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class PartOfSum:
 
 @dataclass(frozen=True, slots=True)
 class PartOfOutput:
-    """Replaces the `forward` of a module that is computed whole, of whose output this rank goes on with a part."""
+    """Replaces the `forward` of a module that every rank computes whole, and returns this rank's part of its output."""
 
     whole: Callable[..., Tensor]
     cut: Cut
@@ -62,10 +62,10 @@ class PartOfOutput:
 
 @dataclass(frozen=True, slots=True)
 class PartOfNorm:
-    """Replaces the `forward` of a gated RMS norm over the features of all ranks, of which this rank has some.
+    """Replaces the `forward` of a gated RMS norm over the features of all ranks, some of which this rank has.
 
-    norm:     with this rank's weights. Its gate comes first unless its `norm_before_gate` says otherwise
-    features: of all ranks
+    norm:     the module, with this rank's weights. It applies the gate before the norm unless its `norm_before_gate` is set
+    features: number of features of all ranks
     """
 
     norm: Any
@@ -85,13 +85,13 @@ class PartOfNorm:
 
 
 DIVIDED_MODULES = (PartOfSum, PartOfOutput, PartOfNorm)
-"""The forwards that modules inside of a divided layer have."""
+"""The forwards that `_divide_layer` gives to modules."""
 
 
 def sums_paused(model: nn.Module) -> AbstractContextManager[None]:
-    """Inside, the modules of a divided model return this rank's parts of sums, and do not wait for other ranks.
+    """Inside, the modules of a divided model return this rank's parts of sums, without waiting for other ranks.
 
-    A replacement is proven so: the proof of one rank may fail while that of another goes on.
+    Replacements are proven like this, because the proof may fail on one rank while it continues on another.
     """
     sums = [m.forward.all_reduce for m in model.modules() if isinstance(m.forward, PartOfSum)]
     return sums[0].paused() if sums else nullcontext()
@@ -99,7 +99,7 @@ def sums_paused(model: nn.Module) -> AbstractContextManager[None]:
 
 @dataclass(frozen=True, slots=True)
 class PartOfEmbeddings:
-    """Replaces the `forward` of embeddings: this rank looks up `count` tokens from `start` on, and the ranks add up."""
+    """Replaces the `forward` of embeddings: this rank looks up `count` ids from `start` on. The ranks' results are added up."""
 
     own: Callable[[Tensor], Tensor]
     start: int
@@ -125,7 +125,7 @@ class PartOfLogits:
 
 
 def vocab_size(model: PreTrainedModel) -> int:
-    """The number of logits of a causal model, which may be divided."""
+    """The number of logits of a causal model, divided or not."""
     head: Any = cast(Any, model).get_output_embeddings()
     part = vars(head).get("forward")
     if isinstance(part, PartOfLogits):
@@ -135,10 +135,10 @@ def vocab_size(model: PreTrainedModel) -> int:
 
 @torch.no_grad()
 def divide_model(model: PreTrainedModel, division: Division, rank: int, all_reduce: AllReduce, device: torch.device) -> None:
-    """Keep this rank's part of the weights of each layer, on `device`. All ranks call it together.
+    """Keep this rank's part of the weights of each layer, on `device`. All ranks must call this together.
 
-    What is not divided stays where it is. Raises UnsupportedModelError if the ranks together compute something else than the
-    whole layer, and AllReduceError if another rank has ended.
+    Weights that are not divided stay where they are. Raises UnsupportedModelError if the ranks together do not compute the same
+    as an undivided layer, and AllReduceError if another rank has ended.
     """
     refusal = f"{type(model).__name__} cannot be divided between {division.size} ranks: "
     try:
@@ -174,7 +174,7 @@ def divide_model(model: PreTrainedModel, division: Division, rank: int, all_redu
 def _divide_vocabulary(
     model: PreTrainedModel, cut: Cut, size: int, rank: int, all_reduce: AllReduce, device: torch.device
 ) -> None:
-    """Keep this rank's rows of the embeddings and of the head, which may be the same."""
+    """Keep this rank's rows of the embeddings and of the head, which may be tied."""
     embeddings: Any = model.get_input_embeddings()
     head: Any = cast(Any, model).get_output_embeddings()
     tied = embeddings.weight is head.weight
@@ -204,7 +204,7 @@ def _divide_layer(
         set_rank_part(module, name.rpartition(".")[2], RankPart(cut, rank, size))
         if isinstance(module, nn.Linear | QuantizedLinear):
             module.out_features, module.in_features = module.weight.shape
-        elif isinstance(module, nn.Conv1d):  # of single channels
+        elif isinstance(module, nn.Conv1d):  # depthwise: each channel is a group
             module.in_channels = module.out_channels = module.groups = len(module.weight)
     for name in own.once if rank else ():
         module, parameter = _find(layer, name)
@@ -248,18 +248,18 @@ def _divide_experts(experts: QuantizedExperts, cut: Cut, ranges: list[tuple[int,
 
 
 def _part_of_quantized(weight: QuantizedWeight, dim: int, ranges: list[tuple[int, int]]) -> QuantizedWeight:
-    """A copy of some rows or columns."""
+    """A copy of some rows (dim 0) or columns (dim 1). ranges: (start, count) of each part"""
     if dim == 0:
         return merge_rows([weight.rows(start, start + count) for start, count in ranges])
     try:
         [(start, count)] = ranges
         return weight.columns_between(start, start + count)
-    except ValueError as error:  # a checkpoint may have act-order although its config does not say so
+    except ValueError as error:  # a checkpoint may have act-order even if its config does not say so
         raise UnsupportedModelError(f"quantised weights cannot be divided between ranks: {error}") from None
 
 
 def _set_heads(attention: Any, num_heads: int, num_kv_heads: int) -> None:
-    """Tell an attention module how many heads it has, by its attributes and by a config that is its own."""
+    """Set the numbers of heads in the attributes of an attention module, and in a copy of its config."""
     numbers = {
         "num_heads": num_heads,
         "num_attention_heads": num_heads,
@@ -274,7 +274,7 @@ def _set_heads(attention: Any, num_heads: int, num_kv_heads: int) -> None:
 
 
 def _find(layer: nn.Module, name: str) -> tuple[Any, Any]:
-    """A module of a layer, and its Tensor or QuantizedWeight of this name, which quantised experts do not have."""
+    """The module that has a parameter, and the Tensor or QuantizedWeight of this name; None for quantised experts."""
     path, _, own = name.rpartition(".")
     module = layer.get_submodule(path)
     return module, getattr(module, own, None)
@@ -289,9 +289,9 @@ def _replace(module: nn.Module, name: str, value: Tensor) -> None:
 def _difference(
     layer: nn.Module, own: LayerDivision, inputs: LayerInputs, size: int, rank: int, all_reduce: AllReduce, device: torch.device
 ) -> float:
-    """How much the ranks' result differs from the whole layer's, in float32.
+    """The difference in float32 between the result of all ranks together and that of the undivided layer.
 
-    Quantised weights are dequantised, because products in float8 round activations.
+    Quantised weights are dequantised for this, because products in float8 round activations.
     """
     copied = float32_copy(layer, device)
     wide = inputs.in_float32(device)

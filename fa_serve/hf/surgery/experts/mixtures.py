@@ -1,13 +1,13 @@
-"""The experts of a mixture: `experts_implementation="fa_serve"`, and how the engine takes the experts of a model by itself.
+"""The experts of a mixture: `experts_implementation="fa_serve"`, and how the engine takes over the experts of a model.
 
     model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="fa_serve", experts_implementation="fa_serve")
-    model.set_experts_implementation("fa_serve")      # a model that is loaded already
-    taken = take_experts(model)                       # only if that is proven to change nothing
+    model.set_experts_implementation("fa_serve")      # for a model that is already loaded
+    taken = take_experts(model)                       # only if this is proven to change nothing
 
 transformers keeps the weights of a layer's experts in one module, which says how they are laid out (`has_gate`, `has_bias`,
-`is_transposed`) and how they are gated (`_apply_gate`). The gate is read from the values that this method computes: no class or
-attribute of a model is known by name. Routers and shared experts stay the model's own. A call that records gradients is
-computed by transformers' `grouped_mm`, because the kernels have no backward pass.
+`is_transposed`) and how they are gated (`_apply_gate`). The gate is identified by the values that `_apply_gate` computes, not
+by the name of a class or an activation. Routers and shared experts stay the model's own. A call with gradients is computed by
+transformers' `grouped_mm`, because the kernels have no backward pass.
 
 Left out: quantised experts (quantised/experts.py), and experts without a gate.
 """
@@ -35,18 +35,18 @@ from fa_serve.spec import UnsupportedModelError
 log = logging.getLogger("fa_serve.hf")
 
 _GATE = "_fa_serve_gate"
-"""The attribute of a module of experts that keeps the gate that was read."""
+"""The attribute in which a module of experts keeps its identified gate."""
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def experts_forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """The implementation that transformers calls.
+    """The experts implementation that transformers calls.
 
     hidden_states: (tokens, hidden)
-    top_k_index:   (tokens, top_k); an expert of num_experts or more is another process's, and adds nothing
+    top_k_index:   (tokens, top_k); indices from num_experts on are experts of another process, and add nothing here
     top_k_weights: (tokens, top_k)
 
-    Returns (tokens, hidden), of the dtype of hidden_states.
+    Returns (tokens, hidden), in the dtype of hidden_states.
 
     Raises UnsupportedModelError with the reason for experts of a kind that fa_serve does not compute.
     """
@@ -60,17 +60,17 @@ def experts_forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tenso
 
 @torch.no_grad()
 def take_experts(model: PreTrainedModel) -> int:
-    """Let fa_serve compute the experts of a model, if that changes nothing. Returns how many modules of experts it computes.
+    """Let fa_serve compute the experts of a model if that changes nothing. Returns how many modules of experts it computes.
 
     Each kind of module is proven once: two of its experts are computed in float32 by the module's own code and by fa_serve. If
-    that cannot be or differs, all experts of the model stay as they are, and the log says why.
+    this fails or the results differ, all experts of the model keep their implementation, and the log says why.
     """
     found = expert_modules(model)
     if not found:
         return 0
     device = found[0].down_proj.device
     if device.type != "cpu" and ops.select_ops(device).name == "torch":
-        return 0  # PyTorch reads the router's choice back, which a CUDA graph cannot
+        return 0  # the PyTorch path reads the router's choice back to the host, which is impossible in a CUDA graph
     kinds = {kind_of(module): module for module in reversed(found)}  # the first of each kind
     try:
         wrong = [type(module).__name__ for module in kinds.values() if not experts_agree(module)]
@@ -80,7 +80,7 @@ def take_experts(model: PreTrainedModel) -> int:
     if reason is not None:
         log.warning("experts are computed by %s: %s", found[0].config._experts_implementation, reason)
         return 0
-    # transformers' own method leaves a subclass of a mixture as it is if the subclass stands in another file
+    # not `set_experts_implementation`: it skips a mixture whose class is a subclass defined in another file
     for module in found:
         module.config._experts_implementation = NAME
     log.info("%d modules of experts are computed by fa_serve", len(found))
@@ -93,7 +93,7 @@ def expert_modules(model: nn.Module) -> list[Any]:
 
 
 def first_experts(module: Any) -> Any:
-    """A shallow copy of a module that has a row of weights for each expert: with those of the first two, in float32."""
+    """A shallow copy of a module with a row of weights per expert. It has those of the first two experts, in float32."""
     few = copy.copy(module)
     few.num_experts = min(2, int(module.num_experts))
     own = module.named_parameters(recurse=False)
@@ -102,7 +102,7 @@ def first_experts(module: Any) -> Any:
 
 
 def experts_agree(module: nn.Module) -> bool:
-    """Whether the module's own code computes what we compute. Raises UnsupportedModelError if we compute nothing."""
+    """Whether the module's own code computes the same as fa_serve. Raises UnsupportedModelError as `gate_of`."""
     few = first_experts(module)
     weights = weights_of(few, gate_of(module))
     _, hidden, _ = weights.down.shape
@@ -119,9 +119,9 @@ def experts_agree(module: nn.Module) -> bool:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def gate_of(module: nn.Module) -> ops.Gate:
-    """The gate of a module of experts, read at the first call.
+    """The gate of a module of experts, identified at the first call.
 
-    Raises UnsupportedModelError with the reason if fa_serve has no such experts.
+    Raises UnsupportedModelError with the reason for experts that fa_serve does not compute.
     """
     gate = vars(module).get(_GATE)
     if gate is None:
@@ -131,7 +131,7 @@ def gate_of(module: nn.Module) -> ops.Gate:
 
 
 def _read_gate(module: Any) -> ops.Gate:
-    """Check a module of experts, and find the gate that it computes."""
+    """Check a module of experts and identify the gate that it computes."""
     name = type(module).__name__
     if not module.has_gate:
         raise UnsupportedModelError(f"{name} has experts without a gate, which fa_serve does not compute")
@@ -152,9 +152,10 @@ def _read_gate(module: Any) -> ops.Gate:
 
 
 def fit_gate(own: Any, *, interleaved: bool) -> ops.Gate | None:
-    """The gate with the values of `own`, a function of gate and up values (n,), or None.
+    """The gate that computes the same values as `own`, a function of gate and up values (n,); None if there is none.
 
-    With a gate of 1 the result is linear in up until a limit, which gives offset and limit, and its factor gives the slope.
+    For a gate value of 1 the result is linear in up until a limit. This gives the offset and the limit, and the factor of up
+    gives the slope of the activation.
     """
     large = 1e6
     up = torch.tensor([0.0, 1.0, large], dtype=torch.float64, device="cpu")
@@ -178,7 +179,7 @@ def fit_gate(own: Any, *, interleaved: bool) -> ops.Gate | None:
 
 
 def weights_of(module: Any, gate: ops.Gate) -> ops.ExpertWeights:
-    """The weights of a module of experts, which share its memory."""
+    """The weights of a module of experts, as views of its parameters."""
     gate_up = module.gate_up_proj
     down = module.down_proj
     if module.is_transposed:

@@ -1,12 +1,13 @@
-"""Mixtures that scale what goes into an expert instead of what comes out (Llama 4): only the chosen experts are computed.
+"""Mixtures that scale the inputs of their experts instead of the outputs (Llama 4): computes only the chosen experts.
 
-    taken = take_scaled_experts(model)        # how many mixtures; the others run as they are
+    taken = take_scaled_experts(model)        # the number of mixtures; the others run their own code
 
-transformers computes every expert for every token of such a mixture, with a scale of 0 for the experts that were not chosen. A
-token at one of its experts becomes a row of `ops.experts`, scaled before and with a weight of 1. A mixture is recognised by its
-parts (`router`, `experts`, `shared_expert`) and is taken only if two of its experts agree with its own code in float32.
+In such a mixture, transformers computes every expert for every token, with a scale of 0 for the experts that were not chosen.
+Here each pair of a token and a chosen expert becomes a row of `ops.experts`, which is scaled before and has a weight of 1. A
+mixture is recognised by its parts (`router`, `experts`, `shared_expert`). It is replaced only if the result for two of its
+experts agrees with that of its own code in float32.
 
-Left out: gradients, which the mixture's own code computes.
+Left out: gradients, for which the mixture's own code runs.
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ class ScaledExperts:
 
     original: the mixture's own forward
     router:   hidden_states (tokens, hidden) -> scales (tokens, num_experts), 0 where an expert is not chosen, and logits
-    shared:   the expert that every token has
-    top_k:    chosen experts of a token
+    shared:   the shared expert, which computes every token
+    top_k:    number of experts that are chosen for a token
+    weights:  weights of the experts among which the router chooses
     """
 
     original: Callable[[Tensor], Any]
@@ -55,13 +57,13 @@ class ScaledExperts:
         rows = (x[:, None] * scales[..., None]).flatten(0, 1)
         ones = torch.ones_like(scales).view(-1, 1)
         routed = call_operator(rows, index.view(-1, 1), ones, self.weights).view(len(x), self.top_k, -1)
-        # a sum over a dimension other than the last does not depend on the number of rows
+        # the bits of a sum over a dimension other than the last do not depend on the number of rows
         return self.shared(x) + routed.sum(dim=1), logits
 
 
 @torch.no_grad()
 def take_scaled_experts(model: nn.Module) -> int:
-    """Give mixtures of a model the forward of `ScaledExperts`, where that changes nothing. Returns how many."""
+    """Give mixtures of a model the forward of `ScaledExperts` if that changes nothing. Returns how many mixtures got it."""
 
     def refuse(mixture: nn.Module, reason: str) -> None:
         log.warning("%s computes all of its experts: %s", type(mixture).__name__, reason)
@@ -74,12 +76,12 @@ def take_scaled_experts(model: nn.Module) -> int:
 
 
 def _has_parts(mixture: Any) -> bool:
-    """Whether the experts of a mixture are kept in two tensors, and not in a module that `take_experts` knows."""
+    """Whether the weights of a mixture's experts are two tensors, in a module that `take_experts` does not handle."""
     weights: list[Any] = [getattr(mixture.experts, name, None) for name in ("gate_up_proj", "down_proj")]
     if hasattr(mixture.experts, "_apply_gate") or not all(isinstance(w, Tensor) and w.dim() == 3 for w in weights):
         return False
     device = weights[0].device
-    # PyTorch reads the router's choice back, which a CUDA graph cannot
+    # the PyTorch path reads the router's choice back to the host, which is impossible in a CUDA graph
     return device.type == "cpu" or ops.select_ops(device).name != "torch"
 
 
@@ -95,7 +97,7 @@ def _build(mixture: Any) -> ScaledExperts:
 
 
 def _prove(mixture: Any) -> Callable[[Any], ScaledExperts]:
-    """Compare a mixture of two experts in float32 with its other form. Returns what makes that. Raises NotReplacedError."""
+    """Compare a copy with two experts in float32 with its other form. Returns `_build`. Raises NotReplacedError."""
     check_untouched(mixture)
     few = copy.copy(mixture)
     few._modules = {

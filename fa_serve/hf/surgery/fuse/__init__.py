@@ -1,1 +1,1 @@
-"""Decoder layers computed by few kernels: found by structure, proven, and fused. Left out: attention itself."""
+"""Layers that few kernels compute: found by their structure, proven, and fused. Left out: attention itself."""

@@ -1,13 +1,14 @@
-"""A layer of an encoder, computed by few kernels: one product for q, k and v, and one kernel for a sum and the norm behind it.
+"""A layer of an encoder, computed by few kernels: one product for q, k and v, and one kernel for a sum and the norm after it.
 
-    fused = fuse_encoder(model, forward)     # how many layers; the others run as they are, and the log says why
+    fused = fuse_encoder(model, forward)     # the number of fused layers; the others run their own code, and the log says why
 
-Norms are layer norms, which stand behind a part (BERT, RoBERTa, Nomic) or before it (ModernBERT). The MLP is gated or is not.
-Each kind of layer is computed by its own code and in its fused form in float32 on the same input. It is fused if queries, keys,
-values and the output agree (surgery/proof.py). What it asks of attention, such as a window, is read from its own call.
+A layer has two parts, attention and an MLP, which may be gated. Layer norms come after each part (BERT, RoBERTa, Nomic) or
+before it (ModernBERT). Each kind of layer is computed by its own code and in its fused form in float32 on the same input. It is
+fused if queries, keys, values and the output agree (surgery/proof.py). The options of its attention, such as a window, are read
+from its own call.
 
-A fused layer computes sequences that are packed end to end (`cu_seq_lens_q`); other calls run its own code. Left out: decoders,
-whose layers are those of fusion.py, and the embedding, the last norm and the head.
+A fused layer computes sequences that are packed end to end (`cu_seq_lens_q`). Other calls run its own code. Left out: layers of
+decoders (fusion.py), and the embedding, the last norm and the head.
 """
 
 from __future__ import annotations
@@ -46,11 +47,12 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class EncoderParts(NamedTuple):
-    """The modules of a layer, as they are found by their names.
+    """The parts of a layer, found by the names of its modules.
 
-    qkv, o, up, down: projections; `up` of a gated unit has the gate and, behind it, what is gated
-    activation:       a function, or of a gated unit one of ops.ACTIVATIONS
-    before_attention, before_mlp: norms before the parts; after_attention, after_mlp: of the sums behind them
+    qkv, o, up, down: projections; `up` of a gated unit has the rows of the gate, followed by the rows that are gated
+    activation:       a function; for a gated unit, one of ops.ACTIVATIONS
+    before_attention, before_mlp: norms before the two parts
+    after_attention, after_mlp:   norms of the sums that follow the two parts
     """
 
     qkv: FusedProduct
@@ -69,8 +71,8 @@ class FusedEncoderLayer:
     """Replaces the `forward` of a layer of an encoder.
 
     original: the layer's own forward
-    options:  what the layer asks of attention, as `attention_varlen` takes it
-    rotates:  whether the first halves of queries and keys are rotated with the second halves
+    options:  the options of the layer's attention: arguments of `attention_varlen`
+    rotates:  whether queries and keys have a rotary embedding that pairs the first half of a head with the second half
     """
 
     original: Callable[..., Any]
@@ -119,7 +121,7 @@ class FusedEncoderLayer:
     def _add(
         x: Tensor, h: Tensor, product: FusedProduct, after: ops.LayerNorm | None, before: ops.LayerNorm | None
     ) -> tuple[Tensor, Tensor]:
-        """Project h and add it to x -> the new x, and what the next part reads."""
+        """Project h and add it to x -> the new x, and the input of the next part."""
         y = linear(h, cast(Tensor, product.weight), product.bias)
         if after is not None:
             x = ops.layer_norm(y, after, residual=x)
@@ -129,7 +131,7 @@ class FusedEncoderLayer:
         return x, ops.layer_norm(y, before, residual=x, keep_sum=True)
 
     def _rotate(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> None:
-        """Rotate queries and keys in place. There is no cache: every token's slot says that it is not written."""
+        """Rotate queries and keys in place. There is no cache, so every token has the slot -1, which stores nothing."""
         nowhere = qkv.new_empty(1, 1, self.num_heads, self.head_dim)
         slots = torch.full((len(qkv),), -1, dtype=torch.int64, device=qkv.device)
         half = cos.shape[-1] // 2
@@ -140,9 +142,9 @@ class FusedEncoderLayer:
 
 @torch.no_grad()
 def fuse_encoder(model: PreTrainedModel, forward: Callable[[AttendsBatch], object]) -> int:
-    """Give layers of an encoder the forward of `FusedEncoderLayer`, where that changes nothing. Returns how many.
+    """Give layers of an encoder the forward of `FusedEncoderLayer` if that changes nothing. Returns how many layers got it.
 
-    forward: computes a few packed sequences with a batch that answers for the attention (`fa_serve_batch`)
+    forward: computes a few packed sequences with the given batch, which computes the attention (`fa_serve_batch`)
     """
     found = [module for module in model.modules() if any(_is_built_by(find, module) for find in _FINDERS)]
     if not found:
@@ -188,7 +190,7 @@ def unfuse_encoder(model: nn.Module) -> None:
 
 
 def build_encoder_layer(layer: nn.Module, call: LayerCall, rotates: bool) -> FusedEncoderLayer:
-    """The fused form of a layer, whose weights are merged on the way. call: of its attention
+    """Build the fused form of a layer, which merges its weights. call: the layer's call of attention
 
     Raises NotReplacedError for a layer that lacks a part.
     """
@@ -234,7 +236,7 @@ def _prove(layer: nn.Module, inputs: LayerInputs) -> bool:
 
 
 def _options_of(call: LayerCall) -> dict[str, Any]:
-    """What a layer asks of attention beside its tensors: arguments of `attention_varlen`."""
+    """The options of a layer's attention, without its tensors: arguments of `attention_varlen`."""
     return {
         "window_size": call.visible_window,
         "attention_chunk": call.visible_chunk,
@@ -294,7 +296,7 @@ _NAMES: dict[Callable[[Any], EncoderParts], tuple[str, ...]] = {
     _modernbert_parts: ("attn.Wqkv", "attn.Wo", "attn_norm", "mlp_norm", "mlp.Wi", "mlp.act"),
     _nomic_parts: ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.act_fn", "post_mlp_layernorm"),
 }
-"""How the parts of a layer are found, and the modules that it has then."""
+"""The functions that find the parts of a layer, and the names of modules by which each recognises its layers."""
 _FINDERS = tuple(_NAMES)
 
 

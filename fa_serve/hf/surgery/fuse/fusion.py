@@ -1,18 +1,20 @@
-"""Finds decoder layers of the Llama kind by their structure, proves that fusing them changes nothing, and fuses them.
+"""Finds decoder layers that are built like Llama's, proves that fusing them changes nothing, and fuses them.
 
-    fused = fuse_model(model)    # how many layers; the others run as they are, and the log says why
+    fused = fuse_model(model)    # the number of fused layers; the others run their own code, and the log says why
 
-No layer is recognised by the name of its class. Each kind of layer (its modules, their settings, what it asks of attention) is
-computed by its own code and by `FusedLayer` in float32 on the same input. It is fused only if queries, keys, values, the cache
-and the output agree (surgery/proof.py). Routers and shared experts of mixtures are fused as well (router.py, unit.py).
+No layer is recognised by the name of its class. A kind of layer is given by its modules, their settings and the options of its
+attention. Each kind is computed in float32 on the same input by its own code and by `FusedLayer`. It is fused only if queries,
+keys, values, the cache and the output agree (surgery/proof.py). Routers and shared experts of mixtures are fused as well
+(router.py, unit.py).
 
-Layers with latent attention are proven twice, with plain heads and with absorbed products (latent.py), and cache latent
-keys from then on: `cached_layers` says what each layer of a model asks of the cache.
+Layers with latent attention are proven twice, in the plain and in the absorbed form (latent.py). Once fused, they cache latent
+keys, so `cached_layers` returns what each layer of the fused model stores in the cache.
 
-A layer whose mixer keeps a state is compared on whole sequences; how states are read and written is proven before
-(surgery/states.py). A gated delta net is fused as well, and `cached_states` says what it keeps from then on.
+A layer whose mixer keeps a state is compared on whole sequences. That its states are read and written correctly is proven
+before (surgery/states.py). A gated delta net is fused as well, and `cached_states` returns what it keeps once it is fused.
 
-A layer that is divided between ranks is fused by each rank alone: both forms are compared before their parts are added up.
+If a layer is divided between ranks, each rank fuses its part without the other ranks: the original and the fused form are
+compared before the parts of sums are added up.
 
 Left out: the parts of a fused layer (parts.py), and how it computes (layer.py, latent.py, mixers.py).
 """
@@ -66,26 +68,26 @@ ROTATIONS = {
     "neighbours": "with rotary embedding of neighbours",
     "none": "without rotary embedding",
 }
-"""What a layer may do to queries and keys, and how messages say it."""
+"""The forms of rotary embedding that a layer may have, and how messages describe them."""
 TABLES: dict[str, Tables] = {"halves": "twice", "half tables": "once"}
-"""Of ROTATIONS, those of heads, and the tables that they are given."""
+"""The ROTATIONS of layers without latent attention that rotate, and how their tables hold the angles."""
 FAR = 1 << 20
-"""What is added to the positions that a layer is told in the proof."""
+"""The number that the proof adds to the positions that a layer gets."""
 
 
 def fuse_model(model: PreTrainedModel, *, deterministic: bool = False) -> int:
-    """Fuse layers, routers and shared experts of a causal model, which `model_layers` accepts. Returns how many layers.
+    """Fuse layers, routers and shared experts of a causal model that `model_layers` accepts. Returns how many layers got fused.
 
-    Layers with latent attention that are not fused cache latent keys as well, where that changes nothing.
+    Layers with latent attention that cannot be fused also cache latent keys if that changes nothing.
 
-    deterministic: only what computes each row by itself in deterministic mode, and what `fa_serve.exact` trains: layers, and
-    routers and shared experts within them, whose weights are the memory of parameters
+    deterministic: fuse only what computes each row independently of the others in deterministic mode and what `fa_serve.exact`
+    can train: layers, and the routers and shared experts in fused layers whose weights share the memory of the parameters
     """
     fused = fuse_layers(model, deterministic=deterministic)
     layers = [module for module in model.modules() if isinstance(vars(module).get("forward"), FusedLayer)]
     if not deterministic:
         seat_latent_keys(module for module in model.modules() if module not in layers)
-    # a call that records gradients runs the code of routers and experts, so that what exact forwards compute is in fused layers
+    # deterministic: mixtures outside of fused layers run their own code, both in the engine and in exact forwards
     mixtures = nn.ModuleList(layers) if deterministic else model
     fuse_routers(mixtures, live=deterministic)
     fuse_units(mixtures)
@@ -94,11 +96,12 @@ def fuse_model(model: PreTrainedModel, *, deterministic: bool = False) -> int:
 
 @torch.no_grad()
 def fuse_layers(model: PreTrainedModel, *, deterministic: bool = False) -> int:
-    """Give decoder layers the forward of `FusedLayer`, where that changes nothing. Returns how many.
+    """Give decoder layers the forward of `FusedLayer` if that changes nothing. Returns how many layers got it.
 
-    deterministic: leave out latent attention, whose absorbed products depend on the number of rows
+    deterministic: leave out latent attention, because the bits of its absorbed products depend on the number of rows
 
-    For a kind that cannot be fused the log says why. Left out: layers that a text does not come to, such as those of towers.
+    The log gives the reason for each kind that cannot be fused. Left out: layers that do not run for a text, such as those of
+    towers.
     """
     layers: list[Any] = [m for m in model.modules() if isinstance(getattr(m, "self_attn", None), nn.Module) or find_mixer(m)]
     recorder = AttentionRecorder()
@@ -136,7 +139,7 @@ def fuse_layers(model: PreTrainedModel, *, deterministic: bool = False) -> int:
 
 
 def unfuse_model(model: PreTrainedModel) -> None:
-    """Give what an earlier engine on this model has fused its own forward again."""
+    """Give the modules that an earlier engine has fused in this model their own forward again."""
     for module in model.modules():
         if isinstance(vars(module).get("forward"), FusedLayer | FusedRouter | FusedUnit | ScaledExperts | PaddedMlp):
             del module.forward
@@ -144,7 +147,7 @@ def unfuse_model(model: PreTrainedModel) -> None:
 
 
 def cached_layers(model: PreTrainedModel, layers: Mapping[int, AttentionSpec]) -> dict[int, AttentionSpec]:
-    """What each layer asks of the KV cache, after `fuse_model`. layers: what they ask of attention by their own code"""
+    """The spec of each layer's KV cache after `fuse_model`. layers: the specs of the layers before they were fused"""
     cached = dict(layers)
     for module in model.modules():
         fused = module.forward
@@ -159,7 +162,7 @@ def cached_layers(model: PreTrainedModel, layers: Mapping[int, AttentionSpec]) -
 
 
 def cached_states(model: PreTrainedModel, states: Mapping[StateKey, StateSpec]) -> dict[StateKey, StateSpec]:
-    """What each recurrence keeps of a sequence, after `fuse_model`. states: what they keep by the code of their modules"""
+    """What each recurrence keeps of a sequence after `fuse_model`. states: what it keeps before the modules are fused"""
     cached = dict(states)
     for module in model.modules():
         fused = module.forward
@@ -169,7 +172,7 @@ def cached_states(model: PreTrainedModel, states: Mapping[StateKey, StateSpec]) 
 
 
 def build_layer(layer: nn.Module, call: LayerCall, rotation: str) -> FusedLayer:
-    """The fused form of a layer, whose weights are merged on the way. call: of attention; rotation: one of ROTATIONS
+    """Build the fused form of a layer, which merges its weights. call: its call of attention; rotation: a key of ROTATIONS
 
     Raises NotReplacedError or AttributeError for a layer that lacks a part.
     """
@@ -180,13 +183,13 @@ def build_layer(layer: nn.Module, call: LayerCall, rotation: str) -> FusedLayer:
         built: Any = build_heads(attention, call, TABLES.get(rotation))
     else:
         built = build_latent(attention, call, sizes, "halves" if rotation == "halves" else "neighbours")
-        # the default of the scale is that of the layer's heads, which latent keys do not have
+        # the default scale is that of the layer's own head_dim; latent keys have another size
         options["softmax_scale"] = call.softmax_scale or call.query.shape[-1] ** -0.5
     return _assemble(layer, built, product_of(attention.o_proj), cast(int, call.module.layer_idx), options)
 
 
 def build_mixed_layer(layer: nn.Module, call: MixerCall) -> FusedLayer:
-    """The fused form of a layer whose mixer keeps a state. call: of the mixer. Raises as `build_layer`."""
+    """Build the fused form of a layer whose mixer keeps a state. call: its call of the mixer. Raises as `build_layer`."""
     mixer, output = build_mixer(layer, call)
     return _assemble(layer, mixer, output, None, {})
 
@@ -194,7 +197,7 @@ def build_mixed_layer(layer: nn.Module, call: MixerCall) -> FusedLayer:
 def _assemble(
     layer: Any, attention: FusedAttention, output: FusedProduct | None, index: int | None, options: dict[str, Any]
 ) -> FusedLayer:
-    """The fused form of a layer around its attention or mixer. The other arguments are fields of `FusedLayer`."""
+    """Build the fused form of a layer around its attention or mixer. The arguments are fields of `FusedLayer` (output: `o`)."""
     mlp = layer.mlp
     names: tuple[str | None, ...] = ("input_layernorm", None, "post_attention_layernorm", None)
     if hasattr(layer, "post_feedforward_layernorm"):
@@ -225,7 +228,7 @@ def _assemble(
 
 
 def _options_of(call: LayerCall) -> dict[str, Any]:
-    """What a layer asks of attention beside its tensors: arguments of `PagedBatch.attention`."""
+    """The options of a layer's attention, without its tensors: arguments of `PagedBatch.attention`."""
     return {
         "left": call.window_size[0],
         "attention_chunk": call.attention_chunk,
@@ -241,7 +244,7 @@ def _latent_sizes(call: LayerCall) -> LatentSizes | None:
 
 
 def tried_rotations(call: LayerCall, cos: Tensor) -> tuple[str, ...]:
-    """Which of ROTATIONS a layer may have, in the order in which they are tried. cos: of its rotary embedding, (total, dims)"""
+    """The ROTATIONS that a layer may have, in the order in which they are tried. cos: (total, dims), of its rotary embedding"""
     if _latent_sizes(call) is not None:
         return ("halves", "neighbours")
     fits = 2 * cos.shape[1] <= call.query.shape[-1]
@@ -249,10 +252,10 @@ def tried_rotations(call: LayerCall, cos: Tensor) -> tuple[str, ...]:
 
 
 def _prove(layer: nn.Module, inputs: LayerInputs) -> str:
-    """Compare a float32 copy of the layer with its fused form. Returns which of ROTATIONS the layer has."""
+    """Compare a float32 copy of the layer with its fused form. Returns the layer's key in ROTATIONS."""
     if "position_embeddings" not in inputs.kwargs:
         raise NotReplacedError("the layer is called without position_embeddings")
-    # the parts of a fused layer refuse a replaced forward, and its mlp may have one
+    # building the parts refuses replaced forwards where they matter, and the mlp may have one
     check_untouched(layer, forwards=False)
     original = float32_copy(layer)
     expected = _expected(original, inputs)
@@ -266,7 +269,7 @@ def _prove(layer: nn.Module, inputs: LayerInputs) -> str:
 
 
 def _prove_mixer(layer: nn.Module, inputs: LayerInputs) -> MixerCall:
-    """Compare a float32 copy of a layer with a mixer with its fused form. Returns how the layer calls its mixer."""
+    """Compare a float32 copy of a layer that has a mixer with its fused form. Returns how the layer calls its mixer."""
     check_untouched(layer, forwards=False)
     original = float32_copy(layer)
     wide = inputs.in_float32()
@@ -291,7 +294,7 @@ def _prove_mixer(layer: nn.Module, inputs: LayerInputs) -> MixerCall:
     if not isinstance(expected, Tensor) or len(found) != 1:
         raise NotReplacedError("its mixer is not called once, or it returns more than a tensor")
     fused = build_mixed_layer(original, found[0])
-    for total in (expected.shape[1], 1):  # a single token takes other kernels
+    for total in (expected.shape[1], 1):  # a single token uses other kernels
         actual = fused.compute(wide.hidden[0, :total].clone(), StateStep(WholeSequence(), wide.kwargs))
         if not results_agree(actual, expected[0, :total]):
             raise NotReplacedError("its output would change" if total > 1 else "the output for a single token would change")
@@ -299,9 +302,13 @@ def _prove_mixer(layer: nn.Module, inputs: LayerInputs) -> MixerCall:
 
 
 class _Expected(NamedTuple):
-    """What a layer's own code computes in float32. q, k, v: what it gives to attention, (total, heads, head_dim)
+    """The results of a layer's own code in float32.
 
-    hidden: (total, hidden), what it is given, and output, what it returns; cos, sin: its rotary embedding
+    hidden:   (total, hidden), the input of the layer
+    cos, sin: its rotary embedding
+    call:     its call of attention
+    q, k, v:  (total, heads, head_dim), the inputs of attention
+    output:   (total, hidden), the output of the layer
     """
 
     hidden: Tensor
@@ -315,10 +322,10 @@ class _Expected(NamedTuple):
 
 
 def _expected(original: nn.Module, inputs: LayerInputs) -> _Expected:
-    """Run a float32 layer by its own code.
+    """Run the own code of a layer in float32.
 
-    The layer is told positions that are far beyond those of its rotary embedding. One that reads them, as to scale queries
-    (Ministral, Llama 4), then differs from its fused form.
+    The layer gets positions that are far beyond those of its rotary embedding. A layer that reads the positions itself, for
+    example to scale queries (Ministral, Llama 4), then differs from its fused form.
     """
     wide = inputs.in_float32()
     changes: dict[str, Any] = {}
@@ -336,7 +343,7 @@ def _expected(original: nn.Module, inputs: LayerInputs) -> _Expected:
 
 
 class _Seen(NamedTuple):
-    """What attention is given by a fused layer, what is in the cache then, and the output of the layer."""
+    """The inputs of attention in a fused layer, the contents of the cache afterwards, and the output of the layer."""
 
     q: Tensor
     k: Tensor
@@ -347,7 +354,7 @@ class _Seen(NamedTuple):
 
 
 def _run(fused: FusedLayer, expected: _Expected, total: int, *, fresh: bool) -> _Seen:
-    """Compute the first `total` tokens. Attention returns the values of each token, as `AttentionRecorder` does."""
+    """Compute the first `total` tokens. Attention returns the values of each token, as in `AttentionRecorder`."""
     k_cache, v_cache = _cache_of(fused, expected)
     slots = torch.arange(total, device=expected.cos.device)
     given: list[Tensor] = []
@@ -372,7 +379,7 @@ def _cache_of(fused: FusedLayer, expected: _Expected) -> tuple[Tensor, Tensor]:
 
 
 def _differences(fused: FusedLayer, expected: _Expected) -> list[str]:
-    """What the fused layer computes differently. Raises NotReplacedError if only a single token gives another result."""
+    """The names of the results in which the fused layer differs. Raises NotReplacedError if only a single token differs."""
     forms = (True, False) if isinstance(fused.attention, LatentAttention) else (False,)
     for fresh in forms:
         seen = _run(fused, expected, len(expected.output), fresh=fresh)
@@ -380,17 +387,17 @@ def _differences(fused: FusedLayer, expected: _Expected) -> list[str]:
         if wrong:
             return wrong
     for fresh in forms:
-        # a single token takes other kernels
+        # a single token uses other kernels
         if not results_agree(_run(fused, expected, 1, fresh=fresh).output, expected.output[:1]):
             raise NotReplacedError("the output for a single token would change")
     return []
 
 
 def _compared(seen: _Seen, expected: _Expected) -> list[tuple[str, Tensor, Tensor]]:
-    """(name, actual, wanted) of all that must agree.
+    """(name, actual, wanted) for all tensors that must agree.
 
-    Latent attention may have the numbers of queries and keys in another order, and another number of them: their products are
-    compared. Its values are part of the output.
+    In latent attention, queries and keys may have their elements in another order, and another number of elements, so scores
+    are compared instead. In the absorbed form, values are compared only through the output.
     """
     output = ("output", seen.output, expected.output)
     if seen.k_cache.shape[1:] == expected.k.shape[1:] and seen.v_cache.shape[1:] == expected.v.shape[1:]:
@@ -408,5 +415,5 @@ def _compared(seen: _Seen, expected: _Expected) -> list[tuple[str, Tensor, Tenso
 
 
 def _scores(q: Tensor, k: Tensor) -> Tensor:
-    """(num_heads, total, total): the products of all queries and keys."""
+    """The products of all queries and keys, (num_heads, total, total)."""
     return torch.einsum("qhd,khd->hqk", q, repeat_heads(k, q.shape[1]))

@@ -1,17 +1,17 @@
 """Latent attention of a fused layer (DeepSeek V2, section 2.1, arXiv:2405.04434): a compressed cache of keys and values.
 
-A token leaves a latent vector c and one rotated key r in the cache, which all heads share. Head h has keys (U_h c, r) and
-values V_h c, where U_h and V_h are rows of `kv_b_proj`. Scores and outputs follow in either of two forms:
+The cache holds a latent vector c and one rotated key r for each token, which all heads share. Head h has keys (U_h c, r) and
+values V_h c, where U_h and V_h are rows of `kv_b_proj`. Scores and outputs can be computed in two forms:
 
     plain     q_h . (U_h c, r)                     sum p V_h c       num_heads keys and values in full
     absorbed  (U_h^T q_nope, q_rope) . (c, r)      V_h (sum p c)     one KV head, whose values are the first part of its keys
 
-For each query, head and key the plain form multiplies nope + rope + v pairs of numbers and the absorbed form 2 rank + rope, 3.4
-times as many in DeepSeek V3. The plain form first computes the keys and values of a head from each latent vector, so it is the
-cheaper one where more than 170 queries see a key. It is used where all keys of a step are new (`fresh`). Keys that come from
-the cache are read in the absorbed form, whatever the number of queries: it needs no memory for decompressed keys, which are 70
-times as large as the latent ones, and no lengths on the host, so it can be captured in CUDA graphs. Both forms are the same sum
-in another order.
+For each query, head and key, the plain form takes nope + rope + head_dim_v multiplications and the absorbed form 2 rank + rope,
+3.4 times as many in DeepSeek V3. But the plain form first computes the keys and values of each head from the latent vectors, so
+it is cheaper only where more than 170 queries see a key. It is used for a step whose keys are all new (`fresh`). Keys from the
+cache are read in the absorbed form, whatever the number of queries: this form needs no memory for decompressed keys, which are
+70 times as large as the latent ones, and no lengths on the host, so it can be captured in CUDA graphs. Both forms compute the
+same sum in another order.
 
 Left out: which layers have latent attention (fa_serve.hf.latent_layers), and the proof that a layer computes this (fusion.py).
 """
@@ -33,12 +33,13 @@ from fa_serve.hf.surgery.fuse.parts import FusedProduct, merge_products, norm_of
 from fa_serve.hf.surgery.proof import NotReplacedError
 
 PLAIN_TOKENS = 2048
-"""From so many tokens on, a step all of whose keys are new runs in the plain form, without a CUDA graph.
+"""A step with at least this many tokens whose keys are all new runs in the plain form, without a CUDA graph.
 
-A graph computes the absorbed form, because it serves steps with cached keys too. On one H200, 16 prompts of 512 tokens spend
-13.6 of 108 ms in this form of attention, in 27 layers with 16 heads; by its products, the plain form takes about 4. Launches
-that are not in a graph take the host 35 ms, in which the GPU works. Together with a kernel for experts, shared experts in two
-products and the kernel of fa_serve/ops/elementwise/rotary_latent.py, it makes this step 80 ms.
+A graph computes the absorbed form, because it also serves steps with cached keys. On one H200, a step of 16 prompts of 512
+tokens spends 13.6 of 108 ms in attention of this form, in 27 layers with 16 heads. Going by its number of multiplications, the
+plain form takes about 4 ms. Without a graph, the launches cost the host 35 ms, during which the GPU is busy anyway. The plain
+form, together with a kernel for experts, shared experts in two products and the kernel of
+fa_serve/ops/elementwise/rotary_latent.py, reduces this step to 80 ms.
 """
 
 
@@ -46,13 +47,14 @@ products and the kernel of fa_serve/ops/elementwise/rotary_latent.py, it makes t
 class LatentAttention:
     """Attention on latent keys.
 
-    num_heads: of the queries
-    sizes:     of the parts of keys and values
-    down:      the merged projection to queries, or to what `q_up` takes, and to latent vectors and rotated keys
-    q_norm:    norm between `down` and `q_up`; q_up: projection to queries. None for queries that have one projection
+    num_heads: number of query heads
+    sizes:     sizes of the parts of keys and values
+    down:      the merged projection to queries (or to the input of `q_norm`), latent vectors and rotated keys
+    q_norm:    norm between `down` and `q_up`; None if queries have a single projection
+    q_up:      second projection of the queries; None if they have a single projection
     kv_norm:   norm of the latent vectors
-    kv_up:     (num_heads, nope + head_dim_v, rank): what makes keys and values of latent vectors
-    pairing:   of the elements of a rotated part
+    kv_up:     (num_heads, nope + head_dim_v, rank): the matrices that make keys and values from latent vectors
+    pairing:   which elements of a rotated part form pairs
     """
 
     num_heads: int
@@ -65,7 +67,7 @@ class LatentAttention:
     pairing: ops.Pairing
 
     def compute(self, x: Tensor, norm: ops.Norm | None, step: LayerStep) -> Tensor:
-        """As in `FusedAttention`. `step.attend` is given queries and keys of either form."""
+        """See `FusedAttention`. `step.attend` gets the queries, keys and values of the plain or of the absorbed form."""
         rank, rope, nope, _ = self.sizes
         down = project(self.down, x, norm=norm)
         q, latent = torch.split_with_sizes(down, [down.shape[1] - rank - rope, rank + rope], dim=1)
@@ -113,7 +115,7 @@ class LatentAttention:
 
 
 def build_latent(attention: Any, call: LayerCall, sizes: LatentSizes, pairing: ops.Pairing) -> LatentAttention:
-    """The fused form of an attention module with latent keys. call: what it asked of attention"""
+    """Build the fused form of an attention module with latent keys. call: the module's call of attention"""
     num_heads = call.query.shape[1]
     if call.window_size[0] >= 0 or call.attention_chunk or call.softcap or call.sinks is not None:
         raise NotReplacedError("latent attention with a window, chunks, softcap or sinks is not fused")

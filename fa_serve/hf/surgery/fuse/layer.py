@@ -1,12 +1,12 @@
-"""A decoder layer of the Llama kind, computed by few fused kernels instead of many.
+"""A decoder layer that is built like Llama's, computed by few fused kernels instead of many.
 
-A layer has two parts, each of which adds to the residual stream: attention, on q, k and v projections or on latent keys
-(latent.py), or what keeps a state in its place (mixers.py), and an MLP, which is a gated unit or any other module called `mlp`.
-Norms stand before a part (Llama, Mistral, Qwen, Granite, Phi), after it (OLMo 2), or both (Gemma). Fused, a layer with q, k
-and v projections takes about ten launches: q/k/v and gate/up are one matrix product each; the norm of queries and keys, the
-rotary embedding and the write to the cache are one kernel; and the output projections add to the residual stream.
+A layer has two parts, each of which adds to the residual stream. The first is attention, on q, k and v projections or on latent
+keys (latent.py), or a mixer that keeps a state (mixers.py). The second is an MLP, which is a gated unit or any other module
+called `mlp`. Norms come before a part (Llama, Mistral, Qwen, Granite, Phi), after it (OLMo 2), or both (Gemma). A fused layer
+with q, k and v projections takes about ten launches: q/k/v and gate/up are one matrix product each; the norm of queries and
+keys, the rotary embedding and the write to the cache are one kernel; and the output projections add to the residual stream.
 
-Left out: which layers can be computed like this (fusion.py), what their projections and norms are (parts.py), the kernels
+Left out: which layers can be computed like this (fusion.py), how their projections and norms are found (parts.py), the kernels
 (fa_serve.ops), the embedding, the last norm and the head.
 """
 
@@ -29,18 +29,18 @@ from fa_serve.hf.surgery.fuse.parts import FusedProduct, merge_products, norm_of
 from fa_serve.hf.surgery.proof import NotReplacedError
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""q, k, v (total, heads, head_dim) -> (total, num_heads, head_dim_v); the keys and values are in the cache already."""
+"""q, k, v (total, heads, head_dim) -> (total, num_heads, head_dim_v). The keys and values are already in the cache."""
 
 
 class LayerStep(NamedTuple):
-    """What a step tells the attention of one layer.
+    """The arguments of a step for the attention of one layer.
 
     cos, sin:         the rotary embedding, (total, dims); see `cos_and_sin`
     k_cache, v_cache, slot_mapping: as in `fa_serve.store_kv`
     attend:           attention to all keys of each sequence
-    fresh:            no sequence has keys in the cache but those of this step, see `PagedBatch`
-    descale:          k_descale and v_descale of a float8 cache, or nothing
-    record:           computes `HeadsAttention.attend` as autograd records it (hf/exact_gradients.py); None outside of a
+    fresh:            whether all keys of all sequences are those of this step, see `PagedBatch`
+    descale:          k_descale and v_descale of a float8 cache; empty for other caches
+    record:           computes `HeadsAttention.attend` so that autograd records it (hf/exact_gradients.py); None outside a
                       training forward
     """
 
@@ -65,16 +65,16 @@ class TrainsLayers(Protocol):
 
 
 Tables = Literal["twice", "once"]
-"""How often rows of cos and sin have each angle: transformers repeats them for both halves of a head, except in gpt-oss."""
+"""How often a row of cos or sin contains each angle: transformers repeats it for both halves of a head, except in gpt-oss."""
 
 
 class FusedAttention(Protocol):
-    """The attention of a fused layer, or the mixer in its place, without its output projection."""
+    """The attention of a fused layer, or a mixer instead of it, without its output projection."""
 
     def compute(self, x: Tensor, norm: ops.Norm | None, step: Any) -> Tensor:
         """Normalise x (total, hidden), project it, write keys and values to the cache and attend -> (total, heads * dim).
 
-        step: a LayerStep, of a mixer a StateStep
+        step: a LayerStep; for a mixer, a StateStep
         """
         ...
 
@@ -83,11 +83,12 @@ class FusedAttention(Protocol):
 class HeadsAttention:
     """Attention on q, k and v projections.
 
-    num_heads, head_dim: of the queries
-    q_norm, k_norm: norms of queries and keys, of each head or of all heads together; None where there are none
+    num_heads, head_dim: sizes of the queries
+    q_norm, k_norm: norms of queries and keys, of each head or of all heads together; None without norms
     qkv:    the merged projection
-    tables: of the rotary embedding, which have each angle twice or once; None if queries and keys are not rotated
-    gated:  behind each query head of the projection stands a gate, by whose sigmoid its output is multiplied (Qwen3-Next)
+    tables: how often the tables of the rotary embedding contain each angle; None if queries and keys are not rotated
+    gated:  whether each query head of the projection is followed by a gate; the head's output is multiplied by its sigmoid
+            (Qwen3-Next)
     """
 
     num_heads: int
@@ -133,22 +134,22 @@ class HeadsAttention:
 
     @property
     def norms_heads(self) -> bool:
-        """Whether norms are those of each head, and not of all heads together."""
+        """Whether each head is normalised by itself, and not all heads together."""
         return self.q_norm is not None and self.q_norm.weight.shape[0] == self.head_dim
 
     def angles(self, step: LayerStep) -> tuple[Tensor, Tensor]:
-        """cos and sin of a step, each angle once: (total, rotary_dim / 2)."""
+        """cos and sin of a step with each angle once, (total, rotary_dim / 2)."""
         angles = step.cos.shape[1] // (2 if self.tables == "twice" else 1)
         return step.cos[:, :angles], step.sin[:, :angles]
 
     def columns(self, qkv: Tensor, num_kv_heads: int) -> tuple[Tensor, Tensor]:
-        """The columns of all queries and of all keys: (total, heads * head_dim) each, views."""
+        """The columns of all queries and of all keys, (total, heads * head_dim) each, as views."""
         parts = [n * self.head_dim for n in self._heads_of(num_kv_heads)]
         q, k, _ = torch.split(qkv, parts, dim=1)
         return q, k
 
     def heads(self, qkv: Tensor, num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The heads of q, k and v, (total, heads, head_dim) each, views."""
+        """The heads of q, k and v, (total, heads, head_dim) each, as views."""
         parts = self._heads_of(num_kv_heads)
         q, k, v = torch.split_with_sizes(qkv.view(qkv.shape[0], -1, self.head_dim), parts, dim=1)
         return q[:, :: parts[0] // self.num_heads], k, v
@@ -158,7 +159,7 @@ class HeadsAttention:
 
 
 def build_heads(attention: Any, call: LayerCall, tables: Tables | None) -> HeadsAttention:
-    """The fused form of an attention module with q, k and v projections, which are merged. call: what it asked of attention"""
+    """Build the fused form of an attention module and merge its q, k and v projections. call: its call of attention"""
     if call.key.shape != call.value.shape:
         shapes = f"{tuple(call.key.shape[1:])} and {tuple(call.value.shape[1:])}"
         raise NotReplacedError(f"keys and values have different shapes, {shapes}")
@@ -183,17 +184,17 @@ def build_heads(attention: Any, call: LayerCall, tables: Tables | None) -> Heads
 class FusedLayer:
     """Replaces the `forward` of a decoder layer.
 
-    A call without a batch of either kind, for example in `model.generate`, runs the layer's own code.
+    A call without a `PagedBatch` or a `TrainsLayers` batch, for example in `model.generate`, runs the layer's own code.
 
     original:   the layer's own forward
-    index:      its number, by which its cache is found; None with a mixer that keeps a state
-    options:    what the layer asks of attention, such as its window
-    before_*, after_*: norms before and after the two parts; None where there is none
-    attention:  between the norm and the output projection
-    o:          the output projection; None for a mixer that has it already
-    gate_up:    the merged projection; gate_up and down are None for an MLP that is not a gated unit
-    activation: of the gated unit
-    multiplier: what each part is multiplied by before it is added to the residual stream
+    index:      number of the layer, which selects its cache; None for a layer with a mixer
+    options:    options of its attention, such as the window
+    before_*, after_*: norms before and after the two parts; None without such a norm
+    attention:  attention or mixer, without the output projection
+    o:          the output projection; None for a mixer whose own code includes it
+    gate_up, down: projections of the gated unit, gate and up merged; None for an MLP that is not a gated unit
+    activation: activation of the gated unit
+    multiplier: factor of the output of each part when it is added to the residual stream
     """
 
     original: Callable[..., Any]
@@ -213,7 +214,7 @@ class FusedLayer:
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         batch = kwargs.get("fa_serve_batch")
-        if not isinstance(batch, PagedBatch):  # first, since asking for a protocol takes 7 us
+        if not isinstance(batch, PagedBatch):  # checked first, because checking a protocol takes 7 us
             if isinstance(batch, TrainsLayers):
                 return batch.train_layer(self, hidden_states, args, kwargs)
             return self.original(hidden_states, *args, **kwargs)
@@ -223,7 +224,7 @@ class FusedLayer:
         return self.compute(hidden_states[0], step)[None]
 
     def step(self, batch: PagedBatch, index: int, cos: Tensor, sin: Tensor) -> LayerStep:
-        """What a step tells the attention of this layer. index: of the layer; cos, sin: (total, dims)"""
+        """The arguments of a step for the attention of this layer. index: number of the layer; cos, sin: (total, dims)"""
         return LayerStep(
             cos,
             sin,
@@ -240,14 +241,14 @@ class FusedLayer:
         return cast(nn.Module, cast(Any, self.original).args[0])
 
     def compute(self, x: Tensor, step: LayerStep | StateStep) -> Tensor:
-        """The layer's output. x: (total, hidden), which is overwritten, unless autograd records the layer."""
+        """The layer's output. x: (total, hidden), which is overwritten unless autograd records the layer."""
         h = self.attention.compute(x, self.before_attention, step)
         x, h, norm = self._add(x, h, self.o, self.after_attention, self.before_mlp)
         if self.gate_up is not None and self.down is not None:
             gated = project(self.gate_up, h, norm=norm, activation=self.activation, next_weight=self.down.weight)
             return self._add(x, gated, self.down, self.after_mlp, None)[0]
         h = self.mlp((h if norm is None else ops.rms_norm(h, norm))[None])
-        h = (h[0] if isinstance(h, tuple) else h)[0]  # a mixture of experts may return its router's choice as well
+        h = (h[0] if isinstance(h, tuple) else h)[0]  # a mixture of experts may also return its router's choice
         return ops.add(x, h, alpha=self.multiplier) if self.after_mlp is None else ops.rms_norm(h, self.after_mlp, residual=x)
 
     def _add(
@@ -260,8 +261,8 @@ class FusedLayer:
     ) -> tuple[Tensor, Tensor, ops.Norm | None]:
         """Project h, if there is a projection, and add it to the residual stream x.
 
-        -> the new x; what the next part reads, which has the norm `before`; and this norm if it is still to be applied. A sum
-        over ranks normalises at once. Otherwise the norm is left to the next product, which may do it on the way.
+        Returns the new x, the input of the next part, and the norm `before` if it must still be applied to this input. A sum
+        over ranks applies it at once. Otherwise the norm is left to the next product, whose kernel may include it.
         """
         if product is None:
             assert isinstance(h, Tensor)
@@ -278,16 +279,16 @@ class FusedLayer:
 
 
 def cos_and_sin(position_embeddings: Any) -> tuple[Tensor, Tensor]:
-    """The rotary embedding of a batch of one -> cos and sin, (total, dims). position_embeddings: as `tables_of` takes them"""
+    """The rotary embedding of a batch of one -> cos and sin, (total, dims). position_embeddings: as in `tables_of`"""
     cos, sin = tables_of(position_embeddings)
     return cos[0], sin[0]
 
 
 def tables_of(position_embeddings: Any) -> tuple[Tensor, Tensor]:
-    """The rotary embedding of a batch: what a layer is given as `position_embeddings` -> cos and sin.
+    """The rotary embedding of a batch -> cos and sin.
 
-    position_embeddings: (cos, sin), (batch, total, rotary_dim) each, or complex numbers (batch, total, rotary_dim / 2), of
-                         which these are the real and imaginary parts (DeepSeek V2); batch may be 1 for all rows
+    position_embeddings: the argument of a layer: (cos, sin), (batch, total, rotary_dim) each, or complex numbers (batch, total,
+                         rotary_dim / 2) with cos as real and sin as imaginary part (DeepSeek V2). batch may be 1 for all rows
     """
     if isinstance(position_embeddings, Tensor):
         return position_embeddings.real, position_embeddings.imag

@@ -1,11 +1,12 @@
-"""What mixes tokens in a fused layer that keeps a state: the gated delta rule in few launches, or a mixer by its own code.
+"""The mixer of a fused layer that keeps a state: the gated delta rule in few launches, or the mixer's own code.
 
-    mixer, output = build_mixer(layer, call)      # output: its projection, None if the mixer's own code has computed it
+    mixer, output = build_mixer(layer, call)      # output: the output projection; None if the mixer's own code includes it
 
-A layer of a hybrid model has attention or a mixer with a recurrence. Its norms, its MLP and the sums of both parts are fused in
-either case (layer.py). `DeltaMixer` takes about seven launches besides: one product for all inputs, the convolution, the gates,
-the recurrence, and the norm with its gate. It reads the keys of a group of heads once where transformers repeats them for each
-head, so that it keeps less of a token (`DeltaMixer.kept`). Any other mixer is an `OwnMixer`: a `SeatedMixer` as it is.
+A layer of a hybrid model has either attention or a mixer with a recurrence. Its norms, its MLP and its additions to the
+residual stream are fused in either case (layer.py). `DeltaMixer` takes about seven more launches: one product for all inputs,
+the convolution, the gates, the recurrence, and the norm with its gate. transformers repeats the keys of a group of heads for
+each head. `DeltaMixer` reads them once, so it also keeps less per token (`DeltaMixer.kept`). Any other mixer is an `OwnMixer`,
+which calls the `SeatedMixer` unchanged.
 
 Left out: the proof (fusion.py), how a recurrence reaches its kernel (adapter/state_modules.py), and states (fa_serve.ops).
 """
@@ -27,15 +28,15 @@ from fa_serve.hf.surgery.fuse.parts import FusedProduct, merge_products, product
 from fa_serve.hf.surgery.proof import NotReplacedError
 
 IN_PROJECTIONS = (("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), ("in_proj_qkvz", "in_proj_ba"))
-"""The projections of a gated delta net: in the order in which they are used (Qwen 3.5), or with the outputs of each key head
-next to each other (Qwen3-Next)."""
+"""The projections of a gated delta net. Their outputs are in the order in which they are used (Qwen 3.5), or grouped by key
+head (Qwen3-Next)."""
 
 
 class StateStep(NamedTuple):
-    """What a step tells a mixer with a state.
+    """The arguments of a step for a mixer with a state.
 
-    states: answer for its recurrences
-    given:  the arguments of the layer's call by name
+    states: computes its recurrences
+    given:  the arguments of the layer's call, by name
     """
 
     states: ComputesStates
@@ -45,8 +46,8 @@ class StateStep(NamedTuple):
 class MixerCall(NamedTuple):
     """How a layer calls its mixer.
 
-    name:  of the attribute of the layer
-    given: the arguments beside the hidden states, by name; of those that are tensors the layer has been given each itself
+    name:  attribute of the layer that holds the mixer
+    given: the arguments except the hidden states, by name. Tensors among them are arguments that the layer passes on unchanged
     """
 
     name: str
@@ -55,7 +56,7 @@ class MixerCall(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class OwnMixer:
-    """A mixer that runs by its own code, with its output projection. call: how its layer calls it"""
+    """A mixer that runs its own code, output projection included. call: how its layer calls it"""
 
     module: nn.Module
     call: MixerCall
@@ -73,21 +74,21 @@ def _argument(name: str, observed: Any, step: StateStep) -> Any:
 
 
 def state_cache(given: Mapping[str, Any]) -> StepCache:
-    """The argument of a layer's call that stands in the place of its cache."""
+    """The argument of a layer's call that replaces its cache."""
     return next(value for value in given.values() if isinstance(value, StepCache))
 
 
 @dataclass(frozen=True, slots=True)
 class DeltaMixer:
-    """A gated delta net (Yang et al. 2024, arXiv:2412.06464) up to its output projection.
+    """A gated delta net (Yang et al. 2024, arXiv:2412.06464), without its output projection.
 
-    number:                of the module in `find_state_modules`
-    heads, head_dim:       of values
-    key_heads, key_dim:    of queries and keys
-    inputs:                the merged projection of queries, keys and values, the gate of the output, b and a
-    order:                 (columns of the projection,) int64, which bring them into this order; None if they have it
+    number:             index of the module in `find_state_modules`
+    heads, head_dim:    number and size of the heads of values
+    key_heads, key_dim: number and size of the heads of queries and keys
+    inputs:             the merged projection to queries, keys, values, the gate of the output, b and a
+    order:              (columns,) int64: the columns of the projection in this order; None if they already have this order
     weight, bias, activation: of the convolution; weight is (channels, width)
-    norm:                  of each head of the output, before its gate
+    norm:               norm of each head of the output, before its gate
     """
 
     number: int
@@ -129,7 +130,7 @@ class DeltaMixer:
         return ops.gate_heads(out, gate, "silu", norm=self.norm).flatten(1)
 
     def kept(self, states: Mapping[StateKey, ops.StateSpec]) -> dict[StateKey, ops.StateSpec]:
-        """What the recurrence keeps of a sequence: keys of each group of heads. states: what the module's own code keeps"""
+        """What the recurrence keeps of a sequence: the keys of each group of heads once. states: what the own code keeps"""
         key = StateKey(self.number, 1)
         found = states[key]
         tail = tuple(row._replace(shape=(self.key_heads, self.key_dim)) if row.name == "k" else row for row in found.tail)
@@ -137,7 +138,7 @@ class DeltaMixer:
 
 
 def build_mixer(layer: Any, call: MixerCall) -> tuple[DeltaMixer | OwnMixer, FusedProduct | None]:
-    """The mixer of a layer, whose projections are merged, and its output projection. Raises NotReplacedError."""
+    """Build the mixer of a layer and merge its projections -> the mixer and its output projection. Raises NotReplacedError."""
     module = getattr(layer, call.name)
     names = next((names for names in IN_PROJECTIONS if all(hasattr(module, name) for name in names)), None)
     if names is None:
@@ -164,7 +165,7 @@ def build_mixer(layer: Any, call: MixerCall) -> tuple[DeltaMixer | OwnMixer, Fus
 
 
 def _order(module: Any) -> Tensor:
-    """The columns of queries, keys, values, gate, b and a in projections that have them by key head."""
+    """The columns of queries, keys, values, gate, b and a, in this order, in projections that group them by key head."""
     group = module.num_v_heads // module.num_k_heads
     values = group * module.head_v_dim
     parts = (module.head_k_dim, module.head_k_dim, values, values)
@@ -176,6 +177,6 @@ def _order(module: Any) -> Tensor:
 
 
 def find_mixer(layer: nn.Module) -> str | None:
-    """The name of the attribute of a layer that is a seated module; None for a layer without one, or with several."""
+    """The attribute of a layer that holds a `SeatedMixer` module; None for a layer with none or several."""
     names = [name for name, child in layer.named_children() if isinstance(vars(child).get("forward"), SeatedMixer)]
     return names[0] if len(names) == 1 else None

@@ -1,11 +1,11 @@
-"""The parts of modules as `fa_serve.ops` takes them: projections, which are merged on the way, norms, gated units.
+"""The parts of modules in the form of `fa_serve.ops`: merged projections, norms, gated units.
 
     qkv = merge_products(attention, "q_proj", "k_proj", "v_proj")     # raises NotReplacedError for what no op computes
     norm = norm_of(layer.input_layernorm)
 
-Modules are found by their names, and what they compute is guessed from their weights and settings. A wrong guess is found when
-the replacement is proven (surgery/proof.py). Merged weights take no additional memory: the separate weights become views of the
-merged ones. Left out: what is made of the parts (layer.py, latent.py, unit.py).
+Modules are found by their names, and what they compute is guessed from their weights and settings. The proof of the replacement
+finds wrong guesses (surgery/proof.py). Merged weights take no additional memory: the separate weights become views of the
+merged weights. Left out: how the parts are used (layer.py, latent.py, unit.py).
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from fa_serve.ops.modes import has_gradients
 
 
 class FusedProduct(NamedTuple):
-    """A linear projection: x @ weight.T + bias, which `all_reduce` adds up over the ranks if it is given.
+    """A linear projection: x @ weight.T + bias. If `all_reduce` is not None, it adds the results of the ranks up.
 
-    modules: the linear layers that it is made of, in the order of its rows
-    site:    where adapters add to it; None without adapters
+    modules: the linear layers that are merged into it, in the order of its rows
+    site:    the adapters that add to it; None without adapters
     """
 
     weight: ops.Weight
@@ -50,7 +50,7 @@ class GatedUnit(NamedTuple):
 
 
 def gated_unit(mlp: Any) -> GatedUnit | None:
-    """The parts of a module that is a gated unit, whose gate and up projections are merged; None for another module."""
+    """The parts of a gated unit, after merging its gate and up projections; None for a module that is no gated unit."""
     if not isinstance(getattr(mlp, "down_proj", None), nn.Linear | QuantizedLinear):
         return None
     down = product_of(mlp.down_proj)
@@ -61,14 +61,14 @@ def gated_unit(mlp: Any) -> GatedUnit | None:
 
 
 def product_of(linear: Any) -> FusedProduct:
-    """The projection of a linear layer of floats or of quantised weights. Its forward may be replaced by a PartOfSum."""
+    """The projection of a linear layer with float or quantised weights. Its forward may be replaced by a PartOfSum."""
     replaced = vars(linear).get("forward")
     if replaced is not None and not isinstance(replaced, PartOfSum):
         raise NotReplacedError(f"the forward of a projection is replaced by {type(replaced).__name__}")
     all_reduce = None if replaced is None else replaced.all_reduce
     if isinstance(linear, QuantizedLinear):
         return FusedProduct(linear.weight, linear.bias, all_reduce, (linear,))
-    # a subclass of Parameter may keep its numbers in another way, as torchao does
+    # a subclass of Parameter may store its values in another way, as torchao does
     if type(linear) is not nn.Linear or type(linear.weight) is not nn.Parameter or not linear.weight.is_floating_point():
         kind = f"{type(linear).__module__}.{type(linear).__qualname__}"
         raise NotReplacedError(f"a projection must be a plain torch.nn.Linear of floats, got {kind}")
@@ -91,7 +91,7 @@ def merge_products(module: nn.Module, *names: str) -> FusedProduct:
     start = 0
     for linear, part in zip(linears, parts, strict=True):
         stop = start + part.weight.shape[0]
-        # the parameter stays the object that it is, because an optimizer may have it
+        # keep the parameter object, because an optimizer may hold it
         if isinstance(weight, Tensor):
             linear.weight.data = weight[start:stop]
         else:
@@ -103,7 +103,7 @@ def merge_products(module: nn.Module, *names: str) -> FusedProduct:
 
 
 def _concatenate(weights: Sequence[ops.Weight]) -> ops.Weight:
-    """The rows of several weights as one weight. Raises NotReplacedError for weights that are not kept in the same way."""
+    """The rows of several weights as one weight. Raises NotReplacedError for weights of different forms."""
     plain = [weight.detach() for weight in weights if isinstance(weight, Tensor)]
     quantized = [weight for weight in weights if isinstance(weight, ops.QuantizedWeight)]
     if plain and quantized:
@@ -115,9 +115,9 @@ def _concatenate(weights: Sequence[ops.Weight]) -> ops.Weight:
 
 
 def _merge_rows(parts: Sequence[Tensor]) -> Tensor:
-    """The rows of several contiguous tensors as one tensor: the memory that they share if they were merged before.
+    """The rows of several contiguous tensors as one tensor. If they already are neighbours in one memory, the result is a view.
 
-    Then an engine and a training forward of the same model read the same memory, and neither takes the other's away.
+    So if an engine and a training forward both merge the weights of a model, they share one memory.
     """
     first = parts[0]
     storage = first.untyped_storage().data_ptr()
@@ -132,9 +132,9 @@ def _merge_rows(parts: Sequence[Tensor]) -> Tensor:
 
 
 def norm_of(module: Any) -> ops.Norm:
-    """The RMS norm that a module computes. Its weights are meant as they are or with 1 added: what fits better is taken.
+    """The RMS norm that a module computes. Some modules add 1 to their weights: the variant whose results fit better is taken.
 
-    A wrong guess is found when the layer is proven.
+    The proof of the layer finds a wrong guess.
     """
     if "forward" in vars(module):
         raise NotReplacedError(f"the forward of a norm is replaced by {type(module.forward).__name__}")
@@ -147,12 +147,12 @@ def norm_of(module: Any) -> ops.Norm:
 
 
 def activation_of(mlp: Any) -> str:
-    """Which of ops.ACTIVATIONS a gated unit has."""
+    """The name in ops.ACTIVATIONS of a gated unit's activation."""
     return activation_named(getattr(mlp, "act_fn", None) or mlp.activation_fn, mlp.down_proj.weight.device)
 
 
 def activation_named(function: Any, device: torch.device) -> str:
-    """Which of ops.ACTIVATIONS a function is, read from its values."""
+    """The name in ops.ACTIVATIONS of a function, found by its values."""
     x = torch.linspace(-5.0, 5.0, 64, device=device)[None]
     expected = function(x)
     pairs = torch.cat([x, torch.ones_like(x)], dim=1)
@@ -163,12 +163,12 @@ def activation_named(function: Any, device: torch.device) -> str:
 
 
 def runs_original() -> bool:
-    """Whether a module that is not given a batch runs its own code: a graph is recorded, or gradients that ops do not have."""
+    """Whether a replaced module runs its own code: torch.compile traces it, or autograd records and ops have no gradients."""
     return torch.compiler.is_compiling() or (torch.is_grad_enabled() and not has_gradients())
 
 
 def beside_experts(model: nn.Module) -> Iterator[tuple[Any, Any]]:
-    """(experts, module) for each module that stands beside a module of experts, such as their router."""
+    """(experts, module) for each module that has the same parent as a module of experts, such as their router."""
     experts = {*expert_modules(model), *(m for m in model.modules() if isinstance(m, QuantizedExperts))}
     for parent in model.modules():
         children = list(parent.children())

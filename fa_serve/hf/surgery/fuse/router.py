@@ -1,13 +1,13 @@
 """Finds routers of mixtures by what they compute, and gives them a forward of two launches.
 
-    fused = fuse_routers(model)      # how many; the others run as they are
+    fused = fuse_routers(model)      # the number of fused routers; the others run their own code
 
-A router stands beside the experts that it serves, has a weight for each of them, and returns logits, weights and numbers of
-experts. No router is recognised by the name of its class: it is run in float32, and a description (`ops.Router`) is searched
-that gives the same choice and the same weights for every row.
+A router has the same parent module as the experts that it chooses from. It has a row of weights for each expert, and returns
+logits, weights and indices of experts. No router is recognised by the name of its class. Instead, the router runs in float32,
+and a description (`ops.Router`) is searched for that gives the same choice and the same weights for every row.
 
-Left out: routers with noise, with several layers, or with an argument beside the hidden states, which run as they are.
-`model.generate` runs fused routers as well, because a router does not see which forward it serves.
+Left out: routers with noise, with several layers, or with an argument besides the hidden states, which run their own code.
+`model.generate` also runs fused routers, because a router cannot tell which forward called it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _ROWS = 512
 
 @dataclass(frozen=True, slots=True)
 class Routed:
-    """What a router returns, and where logits, weights and index stand in its result."""
+    """The result of a router. order: the positions of logits, weights and index in the tuple that it returns"""
 
     logits: Tensor
     weights: Tensor
@@ -52,15 +52,16 @@ class Routed:
 
 @dataclass(frozen=True, slots=True)
 class FusedRouter:
-    """Replaces the `forward` of a router. A call that records a graph, or gradients outside of `fa_serve.exact`, runs the
-    router's own code.
+    """Replaces the `forward` of a router. Under torch.compile, and with gradients outside of `fa_serve.exact`, the router's own
+    code runs.
 
     original:   the router's own forward
-    weight:     (num_experts, hidden), of the dtype in which the router multiplies
+    weight:     (num_experts, hidden), in the dtype in which the router multiplies
     bias:       (num_experts,) added to the logits, or None
-    correction: (num_experts,) added to scores for the choice only, or None
-    dtype:      of the weights that it returns
-    order:      where logits, weights and numbers stand in the result
+    correction: (num_experts,) added to the scores only for the choice, or None
+    router:     how logits become weights and indices
+    dtype:      dtype of the weights that it returns
+    order:      the positions of logits, weights and indices in the result
     """
 
     original: Callable[[Tensor], Any]
@@ -82,14 +83,14 @@ class FusedRouter:
 
 @torch.no_grad()
 def fuse_routers(model: nn.Module, *, live: bool = False) -> int:
-    """Give routers of a model the forward of `FusedRouter`, where that changes nothing. Returns how many.
+    """Give routers of a model the forward of `FusedRouter` if that changes nothing. Returns how many routers got it.
 
-    live: leave out those whose numbers would be copied, which a step of an optimizer does not reach
+    live: leave out routers whose fused form needs copies of their parameters, because an optimizer step does not update copies
     """
     known: dict[ops.Router, None] = {}
 
     def build(router: nn.Module) -> FusedRouter:
-        """Weights tell how a router corrects its scores, so that each is proven by itself."""
+        """Prove and build one router. Each one is proven by itself, because the proof reads its correction from its weights."""
         built = _prove(router, list(known))
         own = {x.data_ptr() for x in (*router.parameters(), *router.buffers())}
         if live and any(x is not None and x.data_ptr() not in own for x in (built.weight, built.bias, built.correction)):
@@ -108,7 +109,7 @@ def fuse_routers(model: nn.Module, *, live: bool = False) -> int:
 
 
 def _routers(model: nn.Module) -> Iterator[Any]:
-    """The modules beside modules of experts that have a row of weights for each expert."""
+    """The modules next to a module of experts that have a row of weights for each expert."""
     for experts, module in beside_experts(model):
         weight = getattr(module, "weight", None)
         if isinstance(weight, Tensor) and weight.dim() == 2 and len(weight) == experts.num_experts:
@@ -116,7 +117,7 @@ def _routers(model: nn.Module) -> Iterator[Any]:
 
 
 def _prove(module: Any, known: Sequence[ops.Router]) -> FusedRouter:
-    """The fused form of a router, which is compared with a float32 copy. `known` are tried first. Raises NotReplacedError."""
+    """Build the fused form of a router and compare it with a float32 copy. known: tried first. Raises NotReplacedError."""
     check_untouched(module)
     weight = module.weight
     if not weight.is_contiguous():
@@ -137,13 +138,13 @@ def _prove(module: Any, known: Sequence[ops.Router]) -> FusedRouter:
     def logits(x: Tensor) -> Tensor:
         return ops.linear(x, wide, _wide(bias))
 
-    # what the device computes
+    # the search ran on the host: check the kernels of the device
     chosen = ops.route(exact.logits, correction, router, torch.float32)
     if not functions_agree(lambda x: exact.logits, logits, x) or not _same_choice(*chosen, exact):
         raise NotReplacedError("its logits or its choice would change")
     narrow = linear(x.to(weight.dtype), weight, bias).to(here.logits.dtype)
     if not torch.equal(narrow, here.logits):
-        weight = wide  # it multiplies in float32, whatever the dtype of its weights is
+        weight = wide  # the router multiplies in float32, whatever the dtype of its weights
         bias = _wide(bias)
     own = partial(type(module).forward, module)
     return FusedRouter(own, weight, bias, correction, router, here.weights.dtype, here.order)
@@ -154,7 +155,7 @@ def _wide(bias: Tensor | None) -> Tensor | None:
 
 
 def _routed(result: Any, num_experts: int) -> Routed:
-    """What a router returns. Raises NotReplacedError if it is not logits, weights and numbers of experts."""
+    """The parts of a router's result. Raises NotReplacedError if they are not logits, weights and indices of experts."""
     if not isinstance(result, tuple) or len(result) != 3 or not all(isinstance(x, Tensor) and x.dim() == 2 for x in result):
         raise NotReplacedError("it does not return three matrices")
     kinds = [0 if x.shape[1] == num_experts else 1 if x.is_floating_point() else 2 for x in result]
@@ -166,7 +167,7 @@ def _routed(result: Any, num_experts: int) -> Routed:
 
 
 def _fit(exact: Routed, biases: list[Tensor | None], known: Sequence[ops.Router]) -> tuple[Tensor | None, ops.Router] | None:
-    """The correction and the router that choose as a router does, or None. The search runs on the host: it compiles nothing.
+    """The correction and the `ops.Router` that choose as `exact` does, or None. Runs on the host, so no kernels are compiled.
 
     known: routers that are tried first
     """
@@ -187,7 +188,7 @@ def _fit(exact: Routed, biases: list[Tensor | None], known: Sequence[ops.Router]
 
 
 def _groups(exact: Routed) -> list[tuple[int, int]]:
-    """num_groups and top_groups that may be: no groups first, then powers of two where no row has experts of more groups."""
+    """Possible (num_groups, top_groups): first no groups, then powers of two. No row has experts in more than top_groups."""
     num_experts = exact.logits.shape[1]
     found = [(1, 1)]
     for num_groups in (2, 4, 8, 16):
@@ -200,7 +201,7 @@ def _groups(exact: Routed) -> list[tuple[int, int]]:
 
 
 def _same_choice(weights: Tensor, index: Tensor, exact: Routed) -> bool:
-    """Whether rows have the same experts with the same weights, in any order. One row may differ: rounding decides a tie."""
+    """Whether rows have the same experts with the same weights, in any order. One row may differ, as rounding decides ties."""
     ours = index.argsort(-1)
     own = exact.index.argsort(-1)
     same = (index.gather(1, ours) == exact.index.gather(1, own)).all(1)

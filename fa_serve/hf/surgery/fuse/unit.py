@@ -1,13 +1,13 @@
-"""Finds gated units inside of mixtures, the experts that every token takes, and gives them a forward of two launches.
+"""Finds the shared experts of mixtures, gated units that compute every token, and gives them a forward of two launches.
 
-    fused = fuse_units(model)        # how many; the others run as they are
+    fused = fuse_units(model)        # the number of fused units; the others run their own code
 
-Such a unit stands beside the experts that a router chooses among. It is not recognised by its name: a module beside them that
-has the projections of a gated unit is run in float32 on random rows, and is fused if two products compute the same. Its gate
-and up projections are merged as those of a fused layer are (parts.py).
+Such a unit has the same parent module as the experts that a router chooses from. It is not recognised by its name: a module
+next to the experts that has the projections of a gated unit runs in float32 on random rows, and is fused if two products
+compute the same. Its gate and up projections are merged, as in a fused layer (parts.py).
 
-Left out: the gate that some models multiply a unit's output with, which is the model's own code, and units that are divided
-between ranks, which run as they are. `model.generate` runs fused units as well.
+Left out: the gate by which some models multiply a unit's output, which stays the model's own code, and units that are divided
+between ranks, which run their own code. `model.generate` also runs fused units.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _ROWS = 64
 
 @dataclass(frozen=True, slots=True)
 class FusedUnit:
-    """Replaces the `forward` of a gated unit. A call that records a graph, or gradients outside of `fa_serve.exact`, runs the
-    unit's own code.
+    """Replaces the `forward` of a gated unit. Under torch.compile, and with gradients outside of `fa_serve.exact`, the unit's
+    own code runs.
 
     original:   the unit's own forward
     gate_up:    the merged projection
-    activation: of the gate
+    activation: activation of the gate
     """
 
     original: Callable[[Tensor], Tensor]
@@ -59,7 +59,7 @@ class FusedUnit:
 
 @torch.no_grad()
 def fuse_units(model: nn.Module) -> int:
-    """Give units of a model the forward of `FusedUnit`, where that changes nothing. Returns how many."""
+    """Give units of a model the forward of `FusedUnit` if that changes nothing. Returns how many units got it."""
 
     def refuse(unit: nn.Module, reason: str) -> None:
         log.info("%s is not fused: %s", type(unit).__name__, reason)
@@ -81,7 +81,7 @@ def _build(module: Any) -> FusedUnit:
 
 
 def _prove(module: nn.Module) -> Callable[[Any], FusedUnit]:
-    """Compare a float32 copy of a unit with its fused form. Returns what makes the fused form. Raises NotReplacedError."""
+    """Compare a float32 copy of a unit with its fused form. Returns the function that builds it. Raises NotReplacedError."""
     check_untouched(module)
     original = float32_copy(module)
     unit = _build(original)

@@ -1,1 +1,1 @@
-"""Modules with quantised weights. Left out: how a checkpoint keeps them (`fa_serve.hf.weights`)."""
+"""Modules with quantised weights. Left out: how a checkpoint stores the weights (`fa_serve.hf.weights`)."""

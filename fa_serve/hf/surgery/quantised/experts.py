@@ -1,15 +1,15 @@
-"""The experts of a mixture with quantised weights, in a model of transformers, loaded as their checkpoint keeps them.
+"""The experts of a mixture with quantised weights, in a model of transformers, loaded in the format of their checkpoint.
 
-    module = quantize_experts(experts, scheme, dtype)      # takes the place of transformers' module, before weights are loaded
-    module.finish("model.layers.0.mlp.experts")            # its tensors become the weights of fa_serve.ops
+    module = quantize_experts(experts, scheme, dtype)      # replaces transformers' module, before weights are loaded
+    module.finish("model.layers.0.mlp.experts")            # converts its tensors to the weights of fa_serve.ops
 
-transformers has rules by which its loader stacks the weights of all experts, and those of gate and up one below the other.
+transformers has rules by which its loader stacks the weights of all experts, with the rows of gate above those of up.
 `rules_for_experts` makes such rules for the other tensors of quantised matrices: `experts.0.gate_proj.weight_scale` becomes a
-part of `experts.gate_up_proj_scale`, and `experts.0.gate_proj.qzeros` of `experts.gate_up_proj_qzeros`. gpt-oss' files have
-stacked tensors. So each scheme of a linear layer (weights/formats.py) says what the tensors of experts are called, and reads
-each matrix of each expert. The gate is read from the module that is replaced, and its code is proven with experts of random
-floats. Left out: which experts are quantised (quantization_plan.py), act-order, and static scales of activations, because
-experts multiply activations as they are.
+part of `experts.gate_up_proj_scale`, and `experts.0.gate_proj.qzeros` a part of `experts.gate_up_proj_qzeros`. The files of
+gpt-oss already contain stacked tensors. In both cases, the scheme of a linear layer (weights/formats.py) gives the names of the
+tensors of experts, and reads each matrix of each expert. The gate is identified from the replaced module, whose code is
+compared with fa_serve on experts of random floats. Left out: which experts are quantised (quantization_plan.py), act-order, and
+static scales of activations, because the products of experts do not quantise activations.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from fa_serve.ops.moe.operator import call_operator
 from fa_serve.spec import ParameterError, UnsupportedModelError
 
 PROJECTIONS = {"gate_up_proj": 2, "down_proj": 1}
-"""The products of experts, and how many matrices of a checkpoint each of them has."""
+"""The products of experts, and the number of matrices in a checkpoint that each of them merges."""
 
 
 class QuantizedExperts(nn.Module):
-    """Experts with quantised weights. Until `finish` it has the stacked tensors of its checkpoint as parameters instead.
+    """Experts with quantised weights. Before `finish`, the module has the stacked tensors of its checkpoint as parameters.
 
-    scheme:   how the checkpoint keeps each matrix
-    weights:  of all experts, after `finish`
-    is_transposed: a checkpoint of floats has the transposed matrices
+    scheme:   how the checkpoint stores each matrix
+    weights:  the weights of all experts, after `finish`
+    is_transposed: whether a checkpoint of floats stores the matrices transposed
     """
 
     weights: ops.ExpertWeights
@@ -64,7 +64,7 @@ class QuantizedExperts(nn.Module):
         return (self.width, self.hidden) if projection == "gate_up_proj" else (self.hidden, self.width)
 
     def _tensors(self, projection: str, dtype: torch.dtype) -> dict[str, Tensor]:
-        """The stacked tensors of a product: (num_experts, ...), with the rows of its matrices one below the other."""
+        """The stacked tensors of a product: (num_experts, ...), with the rows of its matrices one after the other."""
         matrices = PROJECTIONS[projection]
         found = {}
         for name, tensor in self.scheme.tensors(*self.sizes(projection), dtype).items():
@@ -75,11 +75,11 @@ class QuantizedExperts(nn.Module):
 
     @property
     def is_finished(self) -> bool:
-        """Whether there are `weights`."""
+        """Whether `finish` has made `weights`."""
         return "weights" in vars(self)
 
     def finish(self, layer: str) -> None:
-        """Make `weights` of the tensors that have been loaded. Raises ParameterError, which names one with a wrong shape."""
+        """Convert the loaded tensors to `weights`. Raises ParameterError, which names a tensor that does not fit."""
         tensors = check_loaded(self, self.expected, layer)
         found = {}
         for projection in PROJECTIONS:
@@ -91,7 +91,7 @@ class QuantizedExperts(nn.Module):
         self.weights = ops.ExpertWeights(found["gate_up_proj"], biases[0], found["down_proj"], biases[1], self.gate)
 
     def _read(self, tensors: dict[str, Tensor], projection: str) -> ops.QuantizedWeight:
-        """The matrices of all experts as one weight. Takes what it reads out of `tensors`."""
+        """The matrices of all experts as one weight. Removes the tensors that it reads from `tensors`."""
         matrices = PROJECTIONS[projection]
         sizes = self.sizes(projection)
         names = self.scheme.tensors(*sizes, torch.float32)
@@ -107,7 +107,7 @@ class QuantizedExperts(nn.Module):
         return ops.merge_rows(parts)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Shapes are those of `fa_serve.hf.experts_forward`."""
+        """Compute the experts. Shapes are those of `fa_serve.hf.experts_forward`."""
         return call_operator(hidden_states, top_k_index, top_k_weights, self.weights)
 
     def extra_repr(self) -> str:
@@ -115,7 +115,7 @@ class QuantizedExperts(nn.Module):
 
 
 def stacked_name(name: str, projection: str) -> str:
-    """The name of a linear layer's tensor where those of all experts are stacked."""
+    """The name of the stacked tensor of all experts. name: that of the tensor in a linear layer"""
     return projection + name.removeprefix("weight") if name.startswith("weight") else f"{projection}_{name}"
 
 
@@ -125,10 +125,10 @@ def _row_axis(scheme: Scheme, tensor: Tensor) -> int:
 
 
 def rules_for_experts(rules: Sequence[WeightTransform], schemes: Iterable[Scheme]) -> list[WeightTransform]:
-    """transformers' rules for the tensors of a checkpoint, and before them ours for those of quantised experts.
+    """Rules for the tensors of quantised experts, followed by transformers' rules for the tensors of a checkpoint.
 
-    rules:   of a model. Those that stack the tensors `weight` of experts are the pattern of ours
-    schemes: of the model's experts
+    rules:   transformers' rules for a model. The new rules are modelled on those that stack the tensors `weight` of experts
+    schemes: the schemes of the model's experts
     """
     tensors = {name: (scheme, tensor) for scheme in schemes for name, tensor in scheme.tensors(256, 256, torch.float32).items()}
     made = []
@@ -150,12 +150,12 @@ def rules_for_experts(rules: Sequence[WeightTransform], schemes: Iterable[Scheme
             named.scope_prefix = rule.scope_prefix
             named.base_model_prefix = rule.base_model_prefix
             made.append(named)
-    # the loader of transformers 5.17 takes the first rule with a pattern that a name begins with
+    # the loader of transformers 5.17 takes the first rule whose pattern is a prefix of a name, so longer patterns come first
     return [*sorted(made, key=lambda rule: -len(rule.source_patterns[0])), *rules]
 
 
 def quantize_experts(experts: nn.Module, scheme: Scheme, dtype: torch.dtype) -> QuantizedExperts:
-    """A module for the place of transformers' module of experts, without weights.
+    """Make the module that replaces transformers' module of experts, without weights.
 
     experts: on the device "meta"
 
@@ -166,7 +166,7 @@ def quantize_experts(experts: nn.Module, scheme: Scheme, dtype: torch.dtype) -> 
 
 
 def prove_experts(experts: Any) -> None:
-    """Raise UnsupportedModelError unless the code of a module of experts on "meta" computes what fa_serve computes."""
+    """Raise UnsupportedModelError unless the code of a module of experts on "meta" computes the same as fa_serve."""
     few = copy.copy(experts)
     draw = torch.Generator().manual_seed(0)
     few._parameters = {

@@ -1,16 +1,16 @@
-"""Linear layers with quantised weights, and the quantizer that puts quantised layers into a model of transformers.
+"""Linear layers with quantised weights, and the quantizer that puts them into a model of transformers.
 
     config = AutoConfig.from_pretrained(path)
-    with_quantized_linears(config, None)                   # transformers' loader will make these layers
+    with_quantized_linears(config, None)                   # now transformers' loader will create these layers
     model, report = AutoModelForCausalLM.from_pretrained(path, config=config, output_loading_info=True)
     check_report(report)
-    finish_weights(model.to(device))                       # the tensors of the checkpoint become the weights of fa_serve.ops
+    finish_weights(model.to(device))                       # converts tensors of the checkpoint to weights of fa_serve.ops
 
-transformers asks a quantizer to replace layers before weights are loaded, and loads what their parameters are called. Ours is
-registered under the name "fa_serve" and takes the place of the checkpoint's own, so no other package is needed. A layer is
-converted when it is on its device, one after the other, so at no time is there more than one layer in two forms. For a
-checkpoint of floats, the quantizer rounds each weight to float8 when it is read. Left out: which layers are quantised
-(quantization_plan.py), modules of experts (experts.py), what tensors mean (weights/formats.py), and products
+transformers asks a quantizer to replace layers before it loads weights, and then loads the tensors that have the names of the
+new layers' parameters. Our quantizer is registered under the name "fa_serve" and replaces the checkpoint's own, so no other
+package is needed. Layers are converted on their device one after the other, so at most one layer is in memory in both forms at
+a time. For a checkpoint of floats, the quantizer rounds each weight to float8 when it is read. Left out: which layers are
+quantised (quantization_plan.py), modules of experts (experts.py), the meaning of tensors (weights/formats.py), and products
 (fa_serve.ops).
 """
 
@@ -55,16 +55,16 @@ log = logging.getLogger("fa_serve.hf")
 
 _ROUNDED = Rounded()
 TOP_K = ("num_experts_per_tok", "top_k_experts")
-"""What configs call the number of experts that a token takes."""
+"""Names that configs use for the number of experts that are chosen for a token."""
 
 
 class QuantizedLinear(nn.Module):
-    """A linear layer with a QuantizedWeight. Until `finish` it has the tensors of its checkpoint as parameters instead.
+    """A linear layer with a QuantizedWeight. Before `finish`, it has the tensors of its checkpoint as parameters instead.
 
-    scheme:    how the checkpoint keeps the weights
+    scheme:    how the checkpoint stores the weights
     weight:    (out_features, in_features), after `finish`
     bias:      (out_features,) or None
-    invariant: the bits of a row of the result do not depend on the number of rows; slower
+    invariant: whether the bits of a row of the result must not depend on the number of rows; slower
     """
 
     weight: ops.QuantizedWeight
@@ -88,7 +88,7 @@ class QuantizedLinear(nn.Module):
         return isinstance(vars(self).get("weight"), ops.QuantizedWeight)
 
     def finish(self, layer: str) -> None:
-        """Make `weight` of the tensors that have been loaded. Raises ParameterError, which names one with a wrong shape."""
+        """Convert the loaded tensors to `weight`. Raises ParameterError, which names a tensor that does not fit."""
         data = check_loaded(self, self.expected, layer)
         try:
             self.weight = self.scheme.read(data, self.out_features, self.in_features)
@@ -106,7 +106,7 @@ class QuantizedLinear(nn.Module):
 
 
 def source_config(config: PreTrainedConfig) -> Mapping[str, Any] | None:
-    """The quantization_config of a checkpoint, or that of its text model; None for a checkpoint of floats."""
+    """The quantization_config of a checkpoint or of its text model; None for a checkpoint of floats."""
     for each in (config, config.get_text_config(decoder=True)):
         found = getattr(each, FIELD, None)
         if found is not None:
@@ -115,9 +115,9 @@ def source_config(config: PreTrainedConfig) -> Mapping[str, Any] | None:
 
 
 def with_quantized_linears(config: PreTrainedConfig, quantization: str | None) -> PreTrainedConfig:
-    """Note in a config, which is changed, that fa_serve loads its quantised weights. Other configs stay as they are.
+    """Change a config in place so that fa_serve loads its quantised weights. Configs without such weights are not changed.
 
-    quantization: "fp8" rounds a checkpoint of floats while it is loaded
+    quantization: "fp8" rounds a checkpoint of floats while it is loaded; None loads a checkpoint in its own format
 
     Raises ParameterError for a format or an option that fa_serve does not know.
     """
@@ -137,7 +137,7 @@ def with_quantized_linears(config: PreTrainedConfig, quantization: str | None) -
 
 
 def quantized_elsewhere(config: PreTrainedConfig) -> str | None:
-    """The format of a checkpoint that transformers loads into other modules; None for every other checkpoint."""
+    """The format of a quantised checkpoint that transformers loads into modules of its own; None for other checkpoints."""
     source = source_config(config)
     if source is None or source.get("quant_method") == NAME or is_ours(source):
         return None
@@ -155,12 +155,12 @@ class SourceConfig(QuantizationConfigMixin):
 
 @register_quantizer(NAME)
 class Quantizer(HfQuantizer):
-    """What transformers' loader asks while it makes a model and reads its weights."""
+    """The hooks that transformers' loader calls while it builds a model and reads its weights."""
 
     quantization_config: SourceConfig
 
     def __init__(self, quantization_config: SourceConfig, **kwargs: Any) -> None:
-        # transformers reads tensors of a checkpoint that is "not pre-quantised" one after the other, and has each rounded
+        # if a checkpoint is "not pre-quantised", transformers reads tensors one after the other and calls `_Round` for each
         super().__init__(quantization_config, **kwargs | {"pre_quantized": quantization_config.source is not None})
 
     def _process_model_before_weight_loading(
@@ -187,7 +187,7 @@ class Quantizer(HfQuantizer):
     def update_weight_conversions(
         self, weight_conversions: list[WeightTransform], *model: PreTrainedModel
     ) -> list[WeightTransform]:
-        """transformers' rules for stacking tensors, and ours. model: is given since transformers 5.18"""
+        """transformers' rules for stacking tensors, and ours. model: passed since transformers 5.18, not used"""
         source = self.quantization_config.source
         schemes = [] if source is None else [scheme.of_experts() for _, scheme in read_config(source).schemes]
         return rules_for_experts(weight_conversions, [scheme for scheme in schemes if scheme is not None])
@@ -211,7 +211,7 @@ class Quantizer(HfQuantizer):
 
 
 class _Round(ConversionOps):
-    """Rounds a weight that has been read, or those of all experts one by one."""
+    """Rounds one weight to float8, or the weights of all experts one by one."""
 
     def convert(
         self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
@@ -231,17 +231,17 @@ class _Round(ConversionOps):
 
 
 def _rounding(model: PreTrainedModel) -> QuantizationPlan:
-    """Linear layers and experts inside of the layers of a model, because the head and others outside are more sensitive."""
+    """The plan to round all linear layers and experts inside layers, but not others such as the more sensitive head."""
     layers = {id(linear) for m in model.modules() if isinstance(m, nn.ModuleList) for linear in m.modules()}
     return QuantizationPlan("fp8", [(lambda name, module: ".experts." in name or id(module) in layers, _ROUNDED)])
 
 
 def replace_layers(model: nn.Module, plan: QuantizationPlan, dtype: torch.dtype) -> None:
-    """Put a module with quantised weights in the place of each linear layer and each module of experts that the plan names.
+    """Replace each linear layer and each module of experts that the plan names with a module for quantised weights.
 
     model: on the device "meta"
 
-    Raises ParameterError if there is none, and UnsupportedModelError for experts that fa_serve does not compute.
+    Raises ParameterError if the plan names none of them, and UnsupportedModelError for experts that fa_serve does not compute.
     """
     made: dict[str, nn.Module] = {}
     proven: set[str] = set()
@@ -275,9 +275,10 @@ def replace_layers(model: nn.Module, plan: QuantizationPlan, dtype: torch.dtype)
 def check_report(report: Mapping[str, Any]) -> None:
     """Check that a checkpoint was complete.
 
-    report: what transformers says about loading: names of missing parameters, and (name, shape, expected shape) of wrong ones
+    report: transformers' report about loading, with the names of missing parameters, and (name, shape, expected shape) of
+            parameters with a wrong shape
 
-    Raises ParameterError that names the first tensor which is missing or has a wrong shape.
+    Raises ParameterError, which names the first tensor that is missing or has a wrong shape.
     """
     missing = report["missing_keys"]
     if missing:
@@ -287,11 +288,11 @@ def check_report(report: Mapping[str, Any]) -> None:
 
 
 def finish_weights(model: nn.Module, path: str = "") -> None:
-    """Convert the tensors of every quantised layer of a model, or of one of its modules, that are on their device.
+    """Convert the tensors of every quantised layer of a model or of one of its modules, which must be on its final device.
 
-    path: of the module. Layers that have been converted before stay as they are
+    path: the name of the module in the model. Layers that have already been converted are skipped
 
-    Raises ParameterError that names the first tensor with a wrong shape.
+    Raises ParameterError, which names the first tensor with a wrong shape.
     """
     for layer, module in model.named_modules(prefix=path):
         if isinstance(module, QuantizedLinear | QuantizedExperts) and not module.is_finished:
@@ -299,14 +300,14 @@ def finish_weights(model: nn.Module, path: str = "") -> None:
 
 
 def quantize_layers(model: PreTrainedModel, config: PreTrainedConfig) -> None:
-    """Replace the layers of a model on the device "meta" as loading a checkpoint with this config would."""
+    """Replace the layers of a model on the device "meta", as loading a checkpoint with this config would do."""
     source = source_config(config)
     if source is not None and is_ours(source):
         replace_layers(model, read_config(source), model.dtype)
 
 
 def product_of(scheme: Scheme, n: int, k: int, dtype: torch.dtype, device: str, arch: int) -> Product:
-    """The product of one token with a weight of (n, k) that is kept like that. Its numbers of tokens are to be replaced.
+    """The product of one token with a weight (n, k) in this scheme. Callers replace `tokens` for other numbers of tokens.
 
     device, arch: as in `describe_weights`
     """
@@ -328,7 +329,7 @@ def product_of(scheme: Scheme, n: int, k: int, dtype: torch.dtype, device: str, 
 def products_of_experts(
     experts: QuantizedExperts, top_k: int, dtype: torch.dtype, device: str, arch: int
 ) -> tuple[Product, Product]:
-    """Both products of quantised experts of which a token takes top_k, for one token."""
+    """Both products of quantised experts, for one token. top_k: number of experts chosen for it"""
     found = []
     for projection, matrices in PROJECTIONS.items():
         n, k = experts.sizes(projection)
@@ -339,17 +340,17 @@ def products_of_experts(
 
 
 def top_k_of(config: PreTrainedConfig) -> int:
-    """How many experts a token takes, as configs of transformers name it; 1 where none of these names is used."""
+    """The number of experts chosen for a token, according to the config; 1 if the config has none of the names in TOP_K."""
     text = config.get_text_config(decoder=True)
     return next((int(count) for name in TOP_K if (count := getattr(text, name, None))), 1)
 
 
 def describe_weights(config: PreTrainedConfig, device: str, arch: int) -> dict[str, str]:
-    """How the weights of linear layers are kept and which kernels compute their products, and the layers for which this is so.
+    """Describe how weights of linear layers are stored and which kernels compute them -> the layers for each such description.
 
-    Each layer is described by itself. The engine merges layers with the same input, whose product has the rows of all of them.
+    Each layer is described separately, although the engine merges layers with the same input into one product.
 
-    config:       of a causal language model, of which no weights are needed
+    config:       the config of a causal language model. No weights are needed
     device, arch: where the model would run: a torch device type, and 10 * major + minor of a CUDA device
 
     Raises ParameterError for a format or an option that fa_serve does not know.
