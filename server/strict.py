@@ -24,7 +24,7 @@ from fa_serve.nearest import nearest_name
 Unsupported = dict[str, tuple[Any, ...]]  # by field, the values that count as absent besides null
 NOTHING: tuple[Any, ...] = ()
 MESSAGE_LISTS = ("messages", "input")
-"""Fields whose items count as messages. A model may override them with a MESSAGE_LISTS of its own."""
+"""Fields whose items count as messages. A model may override them with its own MESSAGE_LISTS."""
 SAME = (
     {
         "max_token",

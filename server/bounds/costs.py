@@ -20,7 +20,7 @@ The engine's queue limits work for the engine. All other work is *unpaid*: reque
 no tokens, such as `GET /health`. A client that sends such requests one after another could keep the event loop busy. Therefore
 unpaid work adds to the client's debt, which falls with time. A client whose debt is above FREE_SECONDS waits before its next
 body is parsed, or before its next answer begins if that needs no body. It also waits before each prompt of a list, because it
-could have sent each prompt as a request of its own. A debt delays requests and does not refuse them, unless MAX_WAITING
+could have sent each prompt as a separate request. A debt delays requests and does not refuse them, unless MAX_WAITING
 requests of the client wait already. REFUSALS_A_SECOND delays such refusals, or a client could ask for them endlessly.
 """
 

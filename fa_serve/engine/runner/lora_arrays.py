@@ -35,7 +35,7 @@ class StepAdapters:
 
     slots:    slot of each token's adapter; -1 for a token without an adapter
     is_eager: the step must run without a CUDA graph
-    outer:    the slots of adapters that change the embedding or the head, in order
+    outer:    the slots of adapters with parts that pages do not hold, such as the embedding's, in order
     """
 
     slots: NDArray[np.int64]

@@ -5,7 +5,7 @@
 In such a mixture, transformers computes every expert for every token, with a scale of 0 for the experts that were not chosen.
 Here each pair of a token and a chosen expert becomes a row of `ops.experts`, which is scaled before and has a weight of 1. A
 mixture is recognised by its parts (`router`, `experts`, `shared_expert`). It is replaced only if the result for two of its
-experts agrees with that of its own code in float32.
+experts agrees with that of the module's own code in float32.
 
 Left out: gradients, for which the mixture's own code runs.
 """

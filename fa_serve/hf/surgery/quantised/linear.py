@@ -137,7 +137,7 @@ def with_quantized_linears(config: PreTrainedConfig, quantization: str | None) -
 
 
 def quantized_elsewhere(config: PreTrainedConfig) -> str | None:
-    """The format of a quantised checkpoint that transformers loads into modules of its own; None for other checkpoints."""
+    """The format of a quantised checkpoint that transformers loads into its own modules; None for other checkpoints."""
     source = source_config(config)
     if source is None or source.get("quant_method") == NAME or is_ours(source):
         return None
