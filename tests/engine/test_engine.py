@@ -16,6 +16,7 @@ from tiny_models import CONFIGS, greedy, make_model, random_prompts
 
 from fa_serve.engine import Engine, EngineConfig, EngineDeadError, QueueFullError, SamplingParams, StructuredOutput
 from fa_serve.engine.runner import model_runner
+from fa_serve.engine.scheduler.step_cost import ImageSeconds
 from fa_serve.spec import ParameterError
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
@@ -449,7 +450,12 @@ def test_steps_are_measured_from_the_result_before(make_engine, monkeypatch, dep
     engine._steps.depth = depth
     share = engine._scheduler.prompt_share
     measured: list[tuple[int, int, float]] = []
-    monkeypatch.setattr(share, "record", lambda size, seconds: measured.append((size.rows, size.prompt_tokens, seconds)))
+
+    def record(size, seconds, images=None):
+        assert images in (None, ImageSeconds())
+        measured.append((size.rows, size.prompt_tokens, seconds))
+
+    monkeypatch.setattr(share, "record", record)
     launch = engine._runner.launch
 
     def slow(batch):
