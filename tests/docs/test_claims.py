@@ -69,8 +69,8 @@ def claims() -> list[str]:
         f"- FlashAttention-3 with 2 to 16 queries in each sequence, {slower('verify', 'fa3', what='cells ')}, "
         f"and FlashAttention-3 or -4 {slower('models', 'fa3,fa4', what='of real models ')};",
         f"- FlashAttention-4 {slower('prefill', 'fa4', what='cells of prompts ')}, and flash-linear-attention "
-        f"{slower('linear', 'fla', 'prefill*', what='of prompts ')} and "
-        f"{slower('linear', 'fla', 'decode*', what='of decoding ').removeprefix('in ')};",
+        f"{slower('linear', 'fla', 'prefill*', what='cells of prompts ')} and "
+        f"{slower('linear', 'fla', 'decode*', what='cells of decoding ').removeprefix('in ')};",
         f"- vLLM on two H100s in one of five workloads ({H100S:.2f}), and with 4-bit weights and 256 requests "
         f"({OF_BETTER_RUN:.2f}, of the faster of two runs of vLLM).",
         f"of rank 16 costs {1 - one:.0%} of the rate of an 8B with 64 requests",
@@ -156,7 +156,7 @@ def elsewhere() -> dict[str, list[str]]:
     static, growing = (times[f"decode_llama-3.1-8b_32768_{kind}"] for kind in ("static", "growing"))
     long = times["ttft_gemma-3-4b_131072"]
     costs = {kind: [1 - ratio for ratio in ratios("deterministic", "usual", f"* {kind} *")] for kind in ("prompt", "decode")}
-    token = f"generates a token behind 32k others in {static[0]:.1f} ms instead of {static[1]:.1f} ms"
+    token = f"generates a token after 32k others in {static[0]:.1f} ms instead of {static[1]:.1f} ms"
     return {
         "README.md": [token, f"with the default cache the gain is {growing[1] / growing[0] - 1:.0%}"],
         "docs/performance.md": peers_that_are_faster(),
