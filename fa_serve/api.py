@@ -294,9 +294,8 @@ def attention_paged(
     seqused_k:    (batch,), int32: keys in the cache, including the keys of this call's queries
     max_seqlen_*: upper bounds of the lengths, host integers; max_seqlen_k defaults to max_pages * page_size
     k_descale:    (num_kv_heads,), float32: the factor of stored keys (float8 caches only); v_descale: the same for values
-    num_splits:   0 lets a heuristic choose from the shapes that the host knows; 1 does not split; n > 1 cuts each sequence's
-                  keys into n parts, or fewer if it has fewer key blocks; -1 cuts them into groups at fixed positions, which are
-                  folded in order, so that the bits of a query's output depend only on its keys
+    num_splits:   0: a heuristic chooses; 1: no split; n > 1: up to n parts of each sequence's keys; -1: groups of keys at fixed
+                  positions, folded in order, so that the bits of a query's output depend only on its keys
     block_mask:   see above; blocks count from a sequence's first query in this call and its first key, whatever the page size
     causal, softmax_scale, window_size, softcap, attention_chunk, alibi_slopes, sinks, precision, return_lse, backend: as in
                   `attention`

@@ -25,7 +25,7 @@ EDITS: Edits = {
     "fa_serve/api.py": [
         ("    softcap: float = ...,\n", "    softcap: float = ...,\n    score_factor: float = ...,\n"),
         ("    softcap: float = 0.0,\n", "    softcap: float = 0.0,\n    score_factor: float = 1.0,\n"),
-        ("    softcap: softcap *", "    score_factor: factor of the scores after softcap; 1.0 is off\n    softcap: softcap *"),
+        ("    softcap: replaces", "    score_factor: factor of the scores after softcap; 1.0 is off\n    softcap: replaces"),
         ("    causal, softmax_scale,", "    score_factor: as in `attention`\n    causal, softmax_scale,"),
         ("            float(softcap),\n", "            float(softcap),\n            float(score_factor),\n"),
     ],

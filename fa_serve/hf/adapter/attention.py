@@ -35,7 +35,10 @@ from fa_serve.spec import FEW_QUERIES, UnsupportedModelError
 
 class _Riding(threading.local):
     # not a ContextVar, because torch.compile cannot trace one
-    batch: AttendsBatch | None = None
+    batch: AttendsBatch | None
+
+    def __init__(self) -> None:
+        self.batch = None  # torch.compile guards on whether an instance has it, see `packs._Running`
 
 
 _riding = _Riding()

@@ -67,7 +67,12 @@ class Forward:
 
 class _Running(threading.local):
     # not a ContextVar, because torch.compile cannot trace one
-    forward: Forward | None = None
+    forward: Forward | None
+
+    def __init__(self) -> None:
+        # In each thread, before the first forward. torch.compile guards on whether an instance has an attribute, and a forward
+        # that it traces while there is only one of the class sets that of the instance: its own guard fails then.
+        self.forward = None
 
 
 running = _Running()
