@@ -28,7 +28,7 @@ try:
     from fa_serve.server.setting_files import require_setting_files
     from fa_serve.server.settings import SETTING_VARIABLES, Settings, load
 except ImportError as error:
-    sys.exit(f"fa-serve: the command line needs the server extra, pip install '.[server]' in a clone: {error}")
+    sys.exit(f"fa-serve: the command line needs the server extra (in a clone: pip install '.[server]'): {error}")
 
 DEFAULT_CONCURRENCY = 32  # concurrent requests in `bench` without --rate
 GPU_FILES = ("/dev/nvidiactl", "/dev/kfd")  # device files of the drivers of NVIDIA and AMD
@@ -69,7 +69,7 @@ def _fail(message: str, code: int) -> NoReturn:
 
 
 ModelToServe = Annotated[
-    str | None, typer.Argument(metavar="MODEL", help="Hub name or local folder; without it, the embedded model.")
+    str | None, typer.Argument(metavar="MODEL", help="Hub name or local folder; by default, the embedded model.")
 ]
 SettingsFile = Annotated[Path | None, typer.Option(envvar="FA_SERVE_CONFIG", help="TOML or YAML file of settings.")]
 
@@ -107,11 +107,11 @@ def ray(
         typer.Option(help="Ray cluster to join, or auto; by default a new one on this machine.", rich_help_panel="Replicas"),
     ] = None,
     replica_cpus: Annotated[
-        float, typer.Option(min=0, help="Processors that Ray reserves for an engine.", rich_help_panel="Replicas")
+        float, typer.Option(min=0, help="CPUs that Ray reserves for each engine.", rich_help_panel="Replicas")
     ] = 1.0,
     **flags: Any,
 ) -> None:
-    """Serve a model by several engines, which Ray runs.
+    """Serve a model with several engines, which Ray runs.
 
     Needs the extra ray.
 
@@ -123,7 +123,7 @@ def ray(
         from fa_serve.server.ray.cluster import Cluster, ReplicaOptions
         from fa_serve.server.ray.replicated_engine import ReplicatedEngine
     except ImportError as error:
-        _fail(f"the command ray needs the ray extra, pip install '.[server,ray]' in a clone: {error}", code=2)
+        _fail(f"the command ray needs the ray extra (in a clone: pip install '.[server,ray]'): {error}", code=2)
 
     def prepare(settings: Settings) -> Callable[..., ReplicatedEngine]:
         options = ReplicaOptions(
@@ -201,10 +201,10 @@ def warm(
     config: SettingsFile = None,
     **flags: Any,
 ) -> None:
-    """Compile the kernels of a model ahead of a start.
+    """Compile a model's kernels before the server starts.
 
     They are kept on disk. A later start of `serve` with the same options, the same release and the same kind of GPU loads
-    them from ~/.cache/fa_serve, or from where TRITON_CACHE_DIR says. Needs the GPU.
+    them from ~/.cache/fa_serve, or from the folder that TRITON_CACHE_DIR names. Needs the GPU.
     """
     try:
         settings = load(settings_in({"model": model, **flags}), config)
@@ -214,7 +214,7 @@ def warm(
     except (ValueError, OSError) as error:
         _fail(str(error), code=2)
     if settings.tensor_parallel > 1:
-        _fail("warm takes --tensor-parallel 1: several ranks compile while they start", code=2)
+        _fail("warm supports only --tensor-parallel 1: several ranks compile their kernels when they start", code=2)
     if not device.startswith("cuda"):
         _fail(f"nothing is compiled for the device {device}: run this on a machine with the GPU that will serve", code=2)
     try:
@@ -256,7 +256,7 @@ ModelName = Annotated[str | None, typer.Option(help="Name of the model; by defau
 @app.command(cls=PlainHelp)
 def chat(
     question: Annotated[
-        str | None, typer.Argument(metavar="QUESTION", help="Ask only this; without it, a conversation begins.")
+        str | None, typer.Argument(metavar="QUESTION", help="Ask this one question and exit; without it, start a conversation.")
     ] = None,
     url: Url = "http://127.0.0.1:8000",
     key: Key = None,
@@ -267,7 +267,7 @@ def chat(
 ) -> None:
     """Talk to a server in the terminal.
 
-    Ctrl-C stops an answer, Ctrl-D leaves, /reset forgets the conversation, /help shows this. Without a
+    Ctrl-C stops an answer, Ctrl-D exits, /reset forgets the conversation, /help shows this. Without a
     terminal, each line of the input is a question.
     """
     from fa_serve.client.chat import ChatError, Conversation, answer_once, talk
@@ -290,15 +290,15 @@ def bench(
     key: Key = None,
     model: ModelName = None,
     requests: Annotated[int, typer.Option(min=1, help="Number of requests.")] = 200,
-    concurrency: Annotated[int | None, typer.Option(min=1, help="Maximum number of requests at once.")] = None,
-    rate: Annotated[float | None, typer.Option(min=1e-6, help="Requests per second, as a Poisson process.")] = None,
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each prompt, which are random.")] = 128,
-    output_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each answer.")] = 128,
+    concurrency: Annotated[int | None, typer.Option(min=1, help="Maximum number of concurrent requests.")] = None,
+    rate: Annotated[float | None, typer.Option(min=1e-6, help="Requests per second, arriving as a Poisson process.")] = None,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Number of tokens per prompt; they are random.")] = 128,
+    output_tokens: Annotated[int, typer.Option(min=2, help="Number of tokens per answer.")] = 128,
     spread: Annotated[
-        float, typer.Option(min=0, max=0.99, help="Draw lengths from 1 - SPREAD to 1 + SPREAD of these, uniformly.")
+        float, typer.Option(min=0, max=0.99, help="Draw lengths uniformly from 1 - SPREAD to 1 + SPREAD times these.")
     ] = 0.0,
     seed: Annotated[int, typer.Option(help="Seed of the prompts and the arrivals.")] = 0,
-    processes: Annotated[int, typer.Option(min=1, help="Processes of this client; a fast server needs several.")] = 1,
+    processes: Annotated[int, typer.Option(min=1, help="Number of client processes; a fast server needs several.")] = 1,
     out: Annotated[Path | None, typer.Option("--json", help="File to which the report is appended as one JSON line.")] = None,
 ) -> None:
     """Measure the latencies and the throughput of a server.
@@ -350,13 +350,13 @@ def info(
         typer.Argument(metavar="MODEL", help="Hub name, local folder or config.json; only the config is read."),
     ] = None,
     revision: Annotated[
-        str | None, typer.Option(envvar="FA_SERVE_REVISION", help="Commit, tag or branch of a model of the hub.")
+        str | None, typer.Option(envvar="FA_SERVE_REVISION", help="Commit, tag or branch of a model on the hub.")
     ] = None,
     arch: Annotated[
         str | None,
         typer.Option(metavar="GPU", help="Answer for this GPU, in any spelling: 9.0, 90, sm_90, H100 or hopper."),
     ] = None,
-    tensor_parallel: Annotated[int, typer.Option(min=1, help="Show what each of so many ranks holds of MODEL.")] = 1,
+    tensor_parallel: Annotated[int, typer.Option(min=1, help="Show which part of MODEL each of this many ranks holds.")] = 1,
 ) -> None:
     """Show which attention kernels serve a GPU or a model.
 
@@ -405,10 +405,11 @@ def doctor(
     port: Annotated[int, typer.Option(envvar="FA_SERVE_PORT", min=0, max=65535, help="Port that it would listen on.")] = 8000,
     as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
 ) -> None:
-    """Check what a start needs of this machine.
+    """Check whether this machine has what the server needs.
 
-    Each check is one line; what is wrong has a remedy below it. The last lines are for an issue. The
-    exit code is 1 if a check failed. A warning names what is slower or will be missed later.
+    Each check is one line; if something is wrong, a remedy follows below it. The last lines are for an
+    issue. The exit code is 1 if a check failed. A warning names something that is slower, or that will
+    be missing later.
     """
     from dataclasses import asdict
 

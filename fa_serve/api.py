@@ -389,10 +389,10 @@ def _with_score_mod(
     given = {"mask": tensors.mask, "alibi_slopes": tensors.alibi_slopes, "softcap": options.softcap or None}
     for name, value in given.items():
         if value is not None:
-            raise ParameterError(name, "be left out with score_mod, which says it itself", value)
+            raise ParameterError(name, "not be passed together with score_mod, which already determines it", value)
     traced = is_traced(*tensors[:3])
     if traced:
-        rule = "be None while the call is compiled or traced: pass the softcap, alibi_slopes or mask that it stands for"
+        rule = "be None while the call is compiled or traced: pass the equivalent softcap, alibi_slopes or mask"
         raise ParameterError("score_mod", rule, score_mod)
     sizes = _sizes_of(tensors, None, None)
     lists = None if block_mask is None else as_block_lists(block_mask, sizes, traced=traced)

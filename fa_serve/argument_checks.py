@@ -43,7 +43,7 @@ _TYPES: dict[str, tuple[str, Any]] = {
     **{name: _BY_KIND[kind] for name, kind in get_type_hints(CallOptions).items() if kind in _BY_KIND},
     "causal": ("a bool", int),
     "window_size": (
-        "(left, right), two ints of which -1 is unlimited: (n - 1, 0) is a window of n keys that ends with the query's",
+        "(left, right), two ints, where -1 means unlimited: (n - 1, 0) is a window of n keys that ends at the query's own key",
         tuple | list | Tensor,
     ),
 }
@@ -61,7 +61,7 @@ def check_types(arguments: Mapping[str, Any]) -> None:
         if not isinstance(value, allowed):
             raise TypeError(f"{name} must be {rule}, got {_shown_type(value)}")
         if rule in _NUMBERS and isinstance(value, Tensor) and value.numel() != 1:
-            raise TypeError(f"{name} must be {rule}, which a tensor of one element is as well, got {_shown(value)}")
+            raise TypeError(f"{name} must be {rule}, or a tensor with one element, got {_shown(value)}")
     lists = arguments.get("block_mask")
     if isinstance(lists, tuple | list) and not all(isinstance(x, Tensor | None) for x in lists[:4]):
         given = [_shown_type(x) for x in lists[:4] if not isinstance(x, Tensor | None)]
@@ -152,22 +152,23 @@ def check_block_lists(blocks: BlockLists | None, q: Tensor, k: Tensor, batch: in
         if x is None:
             continue
         if x.dtype != torch.int32 or x.device != q.device or x.dim() != rank or x.shape[:3] != num.shape:
-            rule = f"have {name} of int32 with {rank} dimensions on {q.device}, which begin with those of kv_num_blocks"
+            rule = f"have {name} as int32 with {rank} dimensions on {q.device}, whose first 3 sizes are those of kv_num_blocks"
             raise ParameterError("block_mask", rule, f"{_shown(x)} on {x.device}")
     heads = (1, k.shape[-2], q.shape[-2])
     least = -(-max_seqlen_q // size[0])
     if num.shape[0] not in (1, batch) or num.shape[1] not in heads or num.shape[2] < least:
-        rule = f"be for 1 or {batch} sequences, one of {heads} heads, and at least {least} blocks of {size[0]} queries"
+        rule = f"have 1 or {batch} sequences, a number of heads in {heads}, and at least {least} blocks of {size[0]} queries"
         raise ParameterError("block_mask", rule, tuple(num.shape))
     bits = blocks.partial_bits
     if bits is not None and bits.shape[4:] != (size[0], size[1] // WORD):
-        raise ParameterError("block_mask", f"have partial_bits that end with {(size[0], size[1] // WORD)}", tuple(bits.shape))
+        rule = f"have partial_bits whose last sizes are {(size[0], size[1] // WORD)}"
+        raise ParameterError("block_mask", rule, tuple(bits.shape))
 
 
 def check_index(name: str, x: Tensor, q: Tensor, length: int | None) -> None:
     """An index tensor is int32 of one dimension on q's device, with `length` entries (None: at least one)."""
     if x.dim() != 1 or x.dtype != torch.int32 or x.device != q.device:
-        raise ValueError(f"{name} must be int32 of one dimension on {q.device}, got {_shown(x)} on {x.device}")
+        raise ValueError(f"{name} must be int32 with one dimension on {q.device}, got {_shown(x)} on {x.device}")
     if x.shape[0] == 0 if length is None else x.shape[0] != length:
         raise ValueError(f"{name} must have {'at least 1' if length is None else length} entries, got {x.shape[0]}")
 
@@ -229,12 +230,12 @@ def check_store(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_map
             hint = _HEADS_FIRST.format(f"{name}_cache.transpose(1, 2)") if fits else ""
             raise ValueError(
                 f"{name} must be (total, num_kv_heads, dim) and {name}_cache (num_pages, page_size, num_kv_heads, dim) "
-                f"of the same heads and dim, got {tuple(x.shape)} and {tuple(cache.shape)}{hint}"
+                f"with the same heads and dim, got {tuple(x.shape)} and {tuple(cache.shape)}{hint}"
             )
     if k.shape[:2] != v.shape[:2] or k_cache.shape[:3] != v_cache.shape[:3]:
         raise ValueError(
             f"k and v must agree in tokens, pages and heads, got {tuple(k.shape)} and {tuple(v.shape)}, "
-            f"caches {tuple(k_cache.shape)} and {tuple(v_cache.shape)}"
+            f"and caches {tuple(k_cache.shape)} and {tuple(v_cache.shape)}"
         )
     if slot_mapping.dtype != torch.int64 or slot_mapping.shape != k.shape[:1] or slot_mapping.device != k.device:
         raise ValueError(
@@ -258,7 +259,7 @@ def check_store(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_map
 def _check_written(name: str, x: Tensor) -> None:
     """A tensor that a call writes has memory for each of its elements, so that no two results go to the same address."""
     if any(stride == 0 and size > 1 for size, stride in zip(x.shape, x.stride(), strict=True)):
-        rule = f"{name} must have memory for each element, because the call writes it"
+        rule = f"{name} must have separate memory for each element, because the call writes to it"
         raise ValueError(f"{rule}, got {_shown(x)} with strides {x.stride()}: do not expand it, or pass its clone()")
 
 
@@ -277,4 +278,4 @@ def _shown_type(value: Any) -> str:
     kind = type(value)
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
     converts = isinstance(value, list | tuple) or name == "numpy.ndarray"
-    return f"a {name} (torch.as_tensor makes a tensor of it)" if converts else f"a {name}"
+    return f"a {name} (torch.as_tensor converts it to a tensor)" if converts else f"a {name}"

@@ -28,18 +28,18 @@ from fa_serve.spec import AttentionSpec, UnsupportedError
 
 SECOND_DERIVATIVE = (
     "the gradients of fa_serve's kernels cannot be differentiated again: call backward() or torch.autograd.grad() without "
-    "create_graph=True, or choose backend='reference', which is slow and which PyTorch differentiates as often as it is asked"
+    "create_graph=True, or choose backend='reference', which is slow, but which PyTorch can differentiate any number of times"
 )
 FORWARD_MODE = (
-    "fa_serve's kernels, and most operators of PyTorch's attention, have gradients in reverse mode only, and torch.func.jvp or "
-    "forward-mode AD was asked for: use torch.func.grad, vjp or jacrev, or choose backend='reference', which is slow"
+    "fa_serve's kernels, and most operators of PyTorch's attention, have gradients in reverse mode only, but torch.func.jvp or "
+    "forward-mode AD was requested: use torch.func.grad, vjp or jacrev, or choose backend='reference', which is slow"
 )
 BATCHED_GRADIENTS = (
-    "the gradients of fa_serve's kernels take one gradient of the output at a time, and is_grads_batched=True or "
-    "vectorize=True gave a batch of them: use torch.func.vjp with torch.func.vmap, or torch.func.jacrev, which they follow"
+    "the gradients of fa_serve's kernels take one gradient of the output at a time, but is_grads_batched=True or "
+    "vectorize=True passed a batch of them: use torch.func.vjp with torch.func.vmap, or torch.func.jacrev, which they support"
 )
 NO_GRADIENT = (
-    "fa_serve's kernels have no gradients through a paged cache and with a block_mask: compute the call under torch.no_grad(), "
+    "fa_serve's kernels have no gradients through a paged cache or with a block_mask: make the call under torch.no_grad(), "
     "call fa_serve.attention or fa_serve.attention_varlen with the keys themselves, or choose backend='sdpa' for a block_mask"
 )
 

@@ -36,12 +36,14 @@ _EVALUATED_TOGETHER = 64
 _EVALUATED_ELEMENTS = 1 << 22
 """Elements that `from_mask_mod` evaluates at once, in whole rows of blocks: their indices are int64, 32 MB."""
 
-_FORMS = "be a fa_serve.BlockLists, a BlockMask of FlexAttention, its four tensors, or a mask_mod"
-_MADE_BEFORE = "pass a BlockLists that fa_serve.BlockLists.from_block_mask or from_mask_mod has made before"
-_NO_FUNCTION = f"have no mask_mod while the call is compiled or traced, which cannot wait for its blocks: {_MADE_BEFORE}"
+_FORMS = "be a fa_serve.BlockLists, a BlockMask of FlexAttention, the four tensors of one, or a mask_mod"
+_MADE_BEFORE = "pass a BlockLists that was made beforehand with fa_serve.BlockLists.from_block_mask or from_mask_mod"
+_NO_FUNCTION = (
+    f"have no mask_mod while the call is compiled or traced, because its blocks cannot be computed then: {_MADE_BEFORE}"
+)
 _NO_CAPTURE = (
-    "have no mask_mod that is evaluated while a CUDA graph captures the call, which cannot wait for its blocks: make the same "
-    f"call once before the capture, or {_MADE_BEFORE}"
+    "have no mask_mod that is evaluated while a CUDA graph captures the call, because a capture cannot wait for its blocks: "
+    f"make the same call once before the capture, or {_MADE_BEFORE}"
 )
 
 

@@ -33,7 +33,7 @@ def register() -> None:
         from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
     except ImportError as error:
         raise UnsupportedError(
-            f"fa_serve cannot serve diffusers {diffusers.__version__}: {error}; install diffusers 0.36 or later"
+            f"fa_serve does not support diffusers {diffusers.__version__}: {error}; install diffusers 0.36 or later"
         ) from error
     if NAME in AttentionBackendName._value2member_map_:
         return
@@ -76,7 +76,7 @@ def dispatched_attention(
         raise ParameterError("dropout_p", "be 0, because the kernels have no dropout", dropout_p, "unsupported")
     if _parallel_config is not None:
         raise ParameterError(
-            "parallel_config", "be None, because the kernels attend on one device", _parallel_config, "unsupported"
+            "parallel_config", "be None, because the kernels run on one device", _parallel_config, "unsupported"
         )
     window_size = (-1, -1)
     if is_causal and attn_mask is not None:

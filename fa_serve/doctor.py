@@ -1,4 +1,4 @@
-"""`fa-serve doctor`: checks what a start needs of this machine, and says what it found and what to do about it.
+"""`fa-serve doctor`: checks whether this machine has what the server needs, and says what it found and what to do about it.
 
     findings = examine(host="127.0.0.1", port=8000)
     for finding in findings: print(finding.name, finding.state, finding.found, finding.remedy)
@@ -100,7 +100,7 @@ def check_python() -> Finding:
     found = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
     if sys.version_info[:2] > NEWEST_TESTED:
         newest = ".".join(map(str, NEWEST_TESTED))
-        return Finding("python", "warning", found, f"the tests run up to Python {newest}; use that if a package is missing")
+        return Finding("python", "warning", found, f"tested only up to Python {newest}; use that if a package is missing")
     return Finding("python", "ok", found)
 
 
@@ -111,8 +111,9 @@ def check_packages() -> Finding:
     try:
         declared = requires("fa-serve") or []
     except PackageNotFoundError:
-        found = f"fa-serve {fa_serve.__version__} runs from {Path(fa_serve.__file__).parents[1]}, where it is not installed"
-        return Finding("packages", "warning", found, "what it needs is not known; in the clone: pip install -e '.[server]'")
+        found = f"fa-serve {fa_serve.__version__} runs from {Path(fa_serve.__file__).parents[1]} but is not installed"
+        remedy = "its requirements are unknown; in the clone run: pip install -e '.[server]'"
+        return Finding("packages", "warning", found, remedy)
     wrong = []
     count = 0
     for line in declared:
@@ -124,9 +125,9 @@ def check_packages() -> Finding:
         if installed is None:
             wrong.append(f"{requirement.name} is not installed")
         elif not requirement.specifier.contains(installed, prereleases=True):
-            wrong.append(f"{requirement.name} {installed} is not {requirement.specifier}")
+            wrong.append(f"{requirement.name} {installed} does not satisfy {requirement.specifier}")
     if wrong:
-        return Finding("packages", "failed", "; ".join(wrong), "in the clone: pip install '.[server]' -c constraints.txt")
+        return Finding("packages", "failed", "; ".join(wrong), "in the clone run: pip install '.[server]' -c constraints.txt")
     return _misfit_torchvision() or Finding(
         "packages", "ok", f"fa-serve {fa_serve.__version__}; all {count} requirements are met"
     )
@@ -140,8 +141,9 @@ def _misfit_torchvision() -> Finding | None:
     try:
         import_module("torchvision")
     except Exception as error:  # its type depends on the build
-        found = f"torchvision {installed} cannot be imported beside torch {_version('torch')}, so no model can: {error}"
-        remedy = "install the torchvision of the index and release of that torch, or: pip uninstall torchvision"
+        pair = f"torchvision {installed} cannot be imported with torch {_version('torch')}"
+        found = f"{pair}, so transformers cannot import any model: {error}"
+        remedy = "install the torchvision release for that torch from the same package index, or: pip uninstall torchvision"
         return Finding("packages", "failed", found, remedy)
     return None
 
@@ -159,7 +161,7 @@ def check_environment() -> Finding:
     try:
         keys = load({}, Path(file) if file else None).all_keys
     except (ValueError, OSError) as error:
-        return Finding("environment", "failed", str(error), "unset or correct the variable, or the line of the file")
+        return Finding("environment", "failed", str(error), "correct or unset the variable, or correct the line of the file")
     names = sorted(name for name in os.environ if name.upper().startswith(PREFIX))
     if not keys and os.environ.get("FA_SERVE_API_KEY"):
         remedy = "for the keys that a server accepts, set FA_SERVE_API_KEYS"
@@ -179,11 +181,11 @@ def check_driver(release_file: Path = Path("/proc/driver/nvidia/version"), devic
     if torch.cuda.is_available():
         return Finding("driver", "ok", found)
     if release is None and not device.exists():
-        remedy = "the server runs on the CPU; for a GPU install its driver, and see that nvidia-smi lists it"
-        return Finding("driver", "warning", f"no driver of a GPU, {found}", remedy)
+        remedy = "the server runs on the CPU; to use a GPU, install its driver and check that nvidia-smi lists the GPU"
+        return Finding("driver", "warning", f"no GPU driver, {found}", remedy)
     if built is None:
-        return Finding("driver", "failed", found, "this PyTorch is built without GPUs: pip install torch with CUDA")
-    remedy = f"PyTorch (CUDA {built}) sees no GPU: look at nvidia-smi, CUDA_VISIBLE_DEVICES, and the driver's release"
+        return Finding("driver", "failed", found, "this PyTorch is built without GPU support: pip install a torch with CUDA")
+    remedy = f"PyTorch (CUDA {built}) sees no GPU: check nvidia-smi, CUDA_VISIBLE_DEVICES and the driver's release"
     return Finding("driver", "failed", found, remedy)
 
 
@@ -194,18 +196,19 @@ def check_gpu() -> Finding:
     from fa_serve.spec import arch_of
 
     if not torch.cuda.is_available():
-        return Finding("gpu", "ok", "none: --device auto takes the CPU")
+        return Finding("gpu", "ok", "none: --device auto uses the CPU")
     found = []
     for index in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(index)
         memory = f"{free / GIB:.1f} of {total / GIB:.1f} GiB free"
         found.append(f"{torch.cuda.get_device_name(index)} ({arch_of(torch.device('cuda', index)) / 10}), {memory}")
         if free < 0.5 * total:
-            remedy = "another process holds memory: nvidia-smi lists it, or set --gpu-memory-utilization"
+            remedy = "another process uses its memory: find it with nvidia-smi, or lower --gpu-memory-utilization"
             return Finding("gpu", "warning", f"cuda:{index}: {found[-1]}", remedy)
     arch = arch_of(torch.device("cuda", 0))
     if 0 < arch < 80:
-        return Finding("gpu", "warning", "; ".join(found), "the kernels need compute capability 8.0; PyTorch's SDPA is used")
+        remedy = "the kernels need compute capability 8.0 or newer; PyTorch's SDPA is used instead"
+        return Finding("gpu", "warning", "; ".join(found), remedy)
     return Finding("gpu", "ok", "; ".join(found))
 
 
@@ -216,8 +219,9 @@ def check_triton() -> Finding:
     release = _version("triton")
     on_gpu = torch.cuda.is_available()
     if release is None:
-        remedy = "pip install triton; without it, PyTorch's SDPA is used" if on_gpu else ""
-        return Finding("triton", "failed" if on_gpu else "ok", "not installed, and not needed on a CPU", remedy)
+        if on_gpu:
+            return Finding("triton", "failed", "not installed", "pip install triton; without it, PyTorch's SDPA is used")
+        return Finding("triton", "ok", "not installed, and not needed on a CPU")
     compiler = os.environ.get("CC") or next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
     if on_gpu and compiler is None:
         return Finding("triton", "failed", f"{release}, no C compiler", "apt-get install gcc libc6-dev, or set CC")
@@ -253,11 +257,12 @@ def check_folder(name: str, folder: Path, variable: str, least: int, *, runs: bo
     except OSError as error:
         return Finding(name, "failed", f"{folder} cannot be written: {error.strerror}", f"set {variable} to another folder")
     if runs and os.statvfs(there).f_flag & getattr(os, "ST_NOEXEC", 0):
-        return Finding(name, "failed", f"{folder} is mounted noexec", f"set {variable} to a folder that may run code")
+        return Finding(name, "failed", f"{folder} is mounted noexec", f"set {variable} to a folder from which code can run")
     free = shutil.disk_usage(there).free
     found = f"{folder}, {free / GIB:.1f} GiB free"
     if free < least:
-        return Finding(name, "warning", found, f"free {least / GIB:.0f} GiB, or set {variable} to another disk")
+        remedy = f"free at least {least / GIB:.0f} GiB, or set {variable} to a folder on another disk"
+        return Finding(name, "warning", found, remedy)
     return Finding(name, "ok", found)
 
 
@@ -266,10 +271,10 @@ def check_memory() -> Finding:
     from fa_serve.engine.cache.tensors import reclaimable_memory
 
     free = reclaimable_memory()
-    found = f"{free / GIB:.1f} GiB of the host can be used"
+    found = f"{free / GIB:.1f} GiB of host memory available"
     if free < HOST_BYTES:
         return Finding(
-            "memory", "warning", found, f"the service itself takes up to {HOST_BYTES / GIB:.0f} GiB beside the weights"
+            "memory", "warning", found, f"the service needs up to {HOST_BYTES / GIB:.0f} GiB in addition to the weights"
         )
     return Finding("memory", "ok", found)
 
@@ -282,7 +287,8 @@ def check_open_files() -> Finding:
         return Finding("open files", "ok", "no limit is known")
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit < OPEN_FILES and limit != resource.RLIM_INFINITY:
-        return Finding("open files", "warning", str(limit), "ulimit -n 65536, or LimitNOFILE in systemd, for many clients")
+        remedy = "for many clients, raise it: ulimit -n 65536, or LimitNOFILE in systemd"
+        return Finding("open files", "warning", str(limit), remedy)
     return Finding("open files", "ok", "no limit" if limit == resource.RLIM_INFINITY else str(limit))
 
 
@@ -293,7 +299,7 @@ def check_port(host: str, port: int) -> Finding:
         socket.create_server((host, port), family=family).close()
     except OSError as error:
         taken = error.errno == errno.EADDRINUSE
-        remedy = "end the process that has it, or choose another --port" if taken else "choose another --host or --port"
+        remedy = "end the process that uses it, or choose another --port" if taken else "choose another --host or --port"
         return Finding("port", "failed", f"{host}:{port}: {error.strerror or error}", remedy)
     return Finding("port", "ok", f"{host}:{port} is free")
 

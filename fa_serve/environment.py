@@ -59,7 +59,7 @@ def refuse_unknown(environment: Mapping[str, str], settings: Iterable[str], *, s
             continue
         nearest = nearest_name(name[len(PREFIX) :], [each[len(PREFIX) :] for each in meant])
         remedy = f"did you mean {PREFIX}{nearest}?" if nearest else "unset it; docs/settings.md lists the settings"
-        raise ValueError(f"the variable {name} of the environment is unknown: {remedy}")
+        raise ValueError(f"the environment variable {name} is unknown: {remedy}")
 
 
 def _is_service_link(name: str, value: str) -> bool:

@@ -39,36 +39,36 @@ FOREIGN_FLAGS = {
     "--allowed-origins": "--cors-origins",
     "--api-key": "FA_SERVE_API_KEYS in the environment, or --api-key-file: other users of the machine can read flags",
     "--block-size": "--page-size",
-    "--code-revision": "--revision, which holds for all files of the model",
-    "--cpu-offload-gb": "--quantization fp8, a quantised checkpoint or --tensor-parallel: weights are on the GPU",
+    "--code-revision": "--revision, which applies to all files of the model",
+    "--cpu-offload-gb": "--quantization fp8, a quantised checkpoint or --tensor-parallel: all weights stay on the GPU",
     "--data-parallel-size": "fa-serve ray --replicas",
-    "--disable-log-requests": "nothing: prompts and answers are never logged. --log-level warning leaves the access log out",
-    "--disable-log-stats": "nothing: no statistics are logged, and /metrics has them",
+    "--disable-log-requests": "nothing: prompts and answers are never logged. --log-level warning turns the access log off",
+    "--disable-log-stats": "nothing: statistics are not logged; /metrics has them",
     "--download-dir": "HF_HOME in the environment",
     "--enable-auto-tool-choice": "nothing: tools are always offered",
-    "--enable-chunked-prefill": "nothing: long prompts are always divided; --max-num-batched-tokens bounds a step",
-    "--enable-lora": "--lora NAME=FOLDER, or --lora-bytes for adapters that come later",
+    "--enable-chunked-prefill": "nothing: long prompts are always split into chunks; --max-num-batched-tokens limits a step",
+    "--enable-lora": "--lora NAME=FOLDER, or --lora-bytes for adapters that are loaded at run time",
     "--enable-prefix-caching": "--prefix-caching, which is the default",
     "--enforce-eager": "--eager",
     "--hf-overrides": "a folder with the model's files, whose config.json you have edited",
     "--limit-mm-per-prompt": "--max-images",
-    "--load-format": "nothing: the files decide, as transformers reads them",
+    "--load-format": "nothing: the format follows from the files, as in transformers",
     "--lora-modules": "--lora NAME=FOLDER",
-    "--max-loras": "--lora-bytes: a batch may hold any number of the adapters that are in memory",
+    "--max-loras": "--lora-bytes: a batch may use any number of the adapters that are in memory",
     "--no-enable-prefix-caching": "--no-prefix-caching",
     "--num-gpu-blocks-override": "--num-pages",
     "--override-generation-config": "--generation-config FOLDER, with a generation_config.json in it",
     "--pipeline-parallel-size": "--tensor-parallel: there is no pipeline parallelism",
     "--rope-scaling": "a folder with the model's files, whose config.json names the rope_scaling",
-    "--root-path": "a reverse proxy that removes the path (docs/deployment.md)",
+    "--root-path": "a reverse proxy that strips the path (docs/deployment.md)",
     "--scheduling-policy": "nothing: the priority of a request always counts",
     "--speculative-config": "--speculative",
-    "--ssl-certfile": "a reverse proxy, to which TLS belongs (docs/deployment.md)",
-    "--ssl-keyfile": "a reverse proxy, to which TLS belongs (docs/deployment.md)",
-    "--swap-space": "--kv-host-memory, which keeps evicted pages for later prompts: preempted requests are computed again",
+    "--ssl-certfile": "a reverse proxy that terminates TLS (docs/deployment.md)",
+    "--ssl-keyfile": "a reverse proxy that terminates TLS (docs/deployment.md)",
+    "--swap-space": "--kv-host-memory, which keeps evicted pages for later prompts: preempted requests are recomputed",
     "--tensor-parallel-size": "--tensor-parallel",
-    "--tokenizer": "a folder with the model's files, in which those of the tokenizer are replaced",
-    "--tokenizer-revision": "--revision, which holds for all files of the model",
+    "--tokenizer": "a folder with the model's files, in which you have replaced those of the tokenizer",
+    "--tokenizer-revision": "--revision, which applies to all files of the model",
     "--uvicorn-log-level": "--log-level",
 }
 """Flags of `vllm serve` that do not exist here, and what to use instead; docs/moving/vllm.md lists the same flags."""
@@ -85,11 +85,11 @@ FOREIGN_VALUES = {
     ("--generation-config", "vllm"): "--generation-config none",
     **{("--kv-cache-dtype", kind): "--kv-cache-dtype fp8, which is float8_e4m3fn" for kind in ("fp8_e4m3", "fp8_e5m2")},
     **{
-        ("--kv-cache-dtype", kind): f"--dtype {kind}: without --kv-cache-dtype, the cache has the numbers of the model"
+        ("--kv-cache-dtype", kind): f"--dtype {kind}: without --kv-cache-dtype, the cache has the model's dtype"
         for kind in ("bfloat16", "float16")
     },
     **{
-        ("--quantization", kind): "no --quantization: the files of a quantised checkpoint say what they are"
+        ("--quantization", kind): "no --quantization: the format is read from the files of a quantised checkpoint"
         for kind in ("awq", "awq_marlin", "gptq", "gptq_marlin", "compressed-tensors", "bitsandbytes", "modelopt")
     },
 }

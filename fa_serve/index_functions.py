@@ -66,8 +66,8 @@ def _explaining(mapped: IndexFunction, function: IndexFunction) -> IndexFunction
             return mapped(*indices)
         except RuntimeError as error:
             raise UnsupportedError(
-                f"{name_of(function)} must be a function that torch.vmap can evaluate, got a {type(error).__name__}: choose by "
-                "torch.where and operators of tensors in the place of Python's if, and, or, not"
+                f"{name_of(function)} must be a function that torch.vmap can evaluate, got a {type(error).__name__}: choose "
+                "with torch.where and tensor operators instead of Python's if, and, or, not"
             ) from error
 
     return evaluate

@@ -67,8 +67,8 @@ ENCODER_ROUTES = {
 """The routes that a server has for each task of an encoder."""
 COMPUTED_BY = "computed by"
 KERNEL_NAMES = (
-    "  Kernels are rows of the table in docs/kernels/products.md, for each layer by itself. The engine merges layers with the "
-    "same input into one product, which has the rows of all of them."
+    "  Kernels are rows of the table in docs/kernels/products.md, chosen for each layer by itself. The engine merges "
+    "layers with the same input into one product, which has the rows of all of them."
 )
 
 
@@ -98,7 +98,7 @@ def show_cases(device: str, arch: int, console: Console) -> None:
 def _show_states(states: Sequence[StateSpec], console: Console) -> None:
     """What a model keeps of a sequence in addition to its keys and values."""
     total = sum(spec.bytes_per_state for spec in states)
-    console.print(f"states: {total / 2**20:.4g} MiB a sequence, which prompts with a known beginning start from")
+    console.print(f"states: {total / 2**20:.4g} MiB per sequence; prompts with a cached prefix start from them")
     for (kind, page, dtype), count in Counter((spec.kind, spec.page, spec.page_dtype) for spec in states).items():
         console.print(f"  {count} x {kind} {page} {str(dtype).removeprefix('torch.')}")
 
@@ -124,7 +124,7 @@ def show_model(described: Description, console: Console) -> None:
                 rank, rope, _, _ = layer.latent
                 heads = layer.spec.num_kv_heads * (layer.spec.head_dim + layer.spec.head_dim_v)
                 console.print(
-                    f"    latent: the engine caches {rank} + {rope} numbers a token, or {heads} if it cannot prove the layer"
+                    f"    latent: the engine caches {rank} + {rope} numbers per token, or {heads} if it cannot prove the layer"
                 )
             for line in _own_reasons(reasons, shared).splitlines():
                 console.print(f"    refused: {line}")
@@ -149,12 +149,12 @@ def show_model(described: Description, console: Console) -> None:
         if any(COMPUTED_BY in kept for kept in described.weights):
             console.print(KERNEL_NAMES)
     limit = described.limit
-    within = "" if limit is None else f", in sequences of up to {limit:,} tokens, up to which its queries choose all keys"
+    within = "" if limit is None else f" for sequences of up to {limit:,} tokens, where its sparse attention selects all keys"
     console.print(f"engine: {described.engine or f'runs it{within}'}")
     if described.states:
         _show_states(described.states, console)
     if described.engine is None:
-        console.print(f"images: {'taken' if described.images is None else f'not taken, because {described.images}'}")
+        console.print(f"images: {'accepted' if described.images is None else f'not accepted, because {described.images}'}")
     if isinstance(described.share, str):
         console.print(f"tensor parallel: {described.share}")
     elif described.share is not None:
@@ -177,13 +177,13 @@ def _show_encoder(facts: EncoderFacts | str, console: Console) -> None:
     if facts.activation is not None:
         console.print(f"  activation: {facts.activation}")
     batches = {
-        True: "packed, as a layer with random weights has shown",
-        False: "padded, because its code does not follow packed sequences",
-        None: "packed if its code follows packed sequences, which is tried at the start",
+        True: "packed (tested on a layer with random weights)",
+        False: "padded, because its code does not support packed sequences",
+        None: "packed if its code supports packed sequences, which is tested at the start",
     }
     console.print(f"  batches: {batches[facts.packs]}")
     if facts.max_tokens is not None:
-        console.print(f"  tokens of an input: at most {facts.max_tokens}, by its folder")
+        console.print(f"  tokens per input: at most {facts.max_tokens} (from the model's folder)")
     if facts.prompts:
         console.print(f"  prompts: {', '.join(facts.prompts)}")
     console.print(f"  routes: {ENCODER_ROUTES[facts.task]}")
@@ -193,12 +193,12 @@ def _show_share(share: RankShare, console: Console) -> None:
     """What each rank of tensor parallelism holds."""
     held = share.divided + share.whole
     first = share.layers[0]
-    console.print(f"tensor parallel: each of {share.size} ranks holds {_gib(held)} of {_gib(share.total)} of weights")
+    console.print(f"tensor parallel: each of {share.size} ranks holds {_gib(held)} of the {_gib(share.total)} of weights")
     console.print(f"  divided: {_gib(share.divided)}, parts of projections, experts and vocabulary")
-    console.print(f"  whole:   {_gib(share.whole)}, the same on every rank: norms, routers and what does not divide")
+    console.print(f"  whole:   {_gib(share.whole)}, the same on every rank: norms, routers and what cannot be divided")
     console.print(
-        f"  heads in layer 0: {first.num_heads} of queries, {first.num_kv_heads} of keys and values; "
-        f"{share.cache_bytes / 2**10:.4g} KiB of KV cache for a token"
+        f"  heads in layer 0: {first.num_heads} for queries, {first.num_kv_heads} for keys and values; "
+        f"{share.cache_bytes / 2**10:.4g} KiB of KV cache per token"
     )
 
 

@@ -18,7 +18,9 @@ CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 ADAPTER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:@+-]{0,127}")
-ADAPTER_NAME_RULE = "be a name of letters, digits and . : @ + - _, without slashes, of at most 128 characters"
+ADAPTER_NAME_RULE = (
+    "have at most 128 characters, only letters, digits and . : @ + - _ (no slashes), and begin with a letter, a digit or _"
+)
 _HUB_NAME = re.compile(r"(\b[\w\-.]{1,96}\b/)?\b[\w\-.]{1,96}\b", re.ASCII)
 DRAFTERS = ("draft=", "eagle3=")
 
@@ -72,7 +74,7 @@ def find_wrong_model(model: str | Path | None, revision: str | None = None) -> W
         return None
     if model is None or folder:
         what = "the embedded model" if model is None else "a folder"
-        rule = f"be left out for {what}, which holds one revision: only models of the hub have several"
+        rule = f"be left out for {what}, which has only one revision: only models on the hub have several"
         return Wrong("revision", rule, revision)
     return None if revision.strip() else Wrong("revision", "be a commit, a tag or a branch of the model on the hub", revision)
 
@@ -109,13 +111,13 @@ def _wrong_lora(settings: NamedFiles) -> Wrong | None:
         if not equals or ADAPTER_NAME.fullmatch(name) is None:
             return Wrong("lora", f"be NAME=FOLDER, where NAME must {ADAPTER_NAME_RULE}", each)
         if name in names:
-            return Wrong("lora", "give each adapter another name", each)
+            return Wrong("lora", "give each adapter a different name", each)
         names.append(name)
         if not Path(folder).is_dir():
             return Wrong("lora", "be NAME=FOLDER with an existing folder", each)
         missing = [file for file in ADAPTER_FILES if not (Path(folder) / file).is_file()]
         if missing:
-            return Wrong("lora", f"be NAME=FOLDER with {' and '.join(ADAPTER_FILES)} in it: {missing[0]} is not there", each)
+            return Wrong("lora", f"be NAME=FOLDER with {' and '.join(ADAPTER_FILES)} in it: {missing[0]} is missing", each)
     return None
 
 
@@ -126,5 +128,5 @@ def _wrong_tier(settings: NamedFiles) -> Wrong | None:
     there = next((each for each in (folder, *folder.parents) if each.exists()), folder)  # folders below it will be made
     if there.is_dir() and os.access(there, os.W_OK | os.X_OK):
         return None
-    reason = f"{there} cannot be written" if there.is_dir() else f"{there} is no folder"
+    reason = f"{there} is not writable" if there.is_dir() else f"{there} is not a folder"
     return Wrong("kv_host_folder", f"be a folder that can be read and written ({reason})", str(settings.kv_host_folder))

@@ -294,7 +294,7 @@ def _varlen_backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tupl
 
 def _refuse_gradients(ctx: Any, *grads: Tensor | None) -> Any:
     raise UnsupportedError(
-        "a call with a block_mask has no gradient in a graph: call it without torch.compile, where the backend sdpa computes "
+        "a call with a block_mask has no gradient in a compiled graph: call it without torch.compile, so that sdpa computes "
         "the gradients, or under torch.no_grad()"
     )
 
@@ -303,9 +303,9 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None, needs_dma
     """The gradients of q, k, v, sinks and mask."""
     *given, out, lse, alibi_slopes = ctx.saved_tensors
     if ctx.needs_input_grad[4]:
-        raise UnsupportedError("alibi_slopes have no gradient in a graph: detach them, or call without torch.compile")
+        raise UnsupportedError("alibi_slopes have no gradient in a compiled graph: detach them, or call without torch.compile")
     if not _packed(ctx.numbers[-_NUM_OPTIONS:]).return_lse:
-        raise ParameterError("return_lse", "be True where gradients are needed", False)
+        raise ParameterError("return_lse", "be True if gradients are needed", False)
     needs_dsinks = ctx.needs_input_grad[3]
     dout = torch.zeros_like(out) if dout is None else dout
     found = _gradients_op(*given, out, lse, dout, dlse, needs_dsinks, needs_dmask, alibi_slopes, *ctx.numbers)

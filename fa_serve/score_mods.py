@@ -36,13 +36,13 @@ _ROWS = 128
 _ALIBI_ERROR = 1e-6
 """Relative error: a slope is a bias divided by a distance, so slope * distance has two more roundings than the bias."""
 _RULE = (
-    "may multiply its score by a positive number, cap it by c * torch.tanh(score / c), and add a bias or hide keys by the "
-    "indices alone"
+    "may multiply its score by a positive number, cap it with c * torch.tanh(score / c), and add a bias or hide keys "
+    "depending only on the indices"
 )
 _REMEDY = "compute the call with torch.nn.attention.flex_attention"
 _NO_CAPTURE = (
-    "be evaluated before a CUDA graph captures the call, which cannot wait for its bias: make the same call once before the "
-    "capture, or pass the softcap, alibi_slopes or mask that it stands for"
+    "be evaluated before a CUDA graph captures the call, because a capture cannot wait for its bias: make the same call once "
+    "before the capture, or pass the equivalent softcap, alibi_slopes or mask"
 )
 
 
@@ -95,20 +95,20 @@ class Score:
 
     def plus(self, bias: Any) -> Score:
         if isinstance(bias, Score):
-            raise _Refused("adds a score to its score")
+            raise _Refused("adds two values that both depend on its score")
         return Score(self.factor, self.cap, self.bias + bias)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         known = _OPERATIONS.get(getattr(func, "__name__", ""))
         if known is None:
-            raise _Refused(f"calls {getattr(func, '__name__', func)} with its score")
+            raise _Refused(f"applies {getattr(func, '__name__', func)} to its score")
         return known(*args, **(kwargs or {}))
 
     def __getattr__(self, name: str) -> Any:
         known = _OPERATIONS.get(name)
         if known is None:
-            raise _Refused(f"reads .{name} of its score")
+            raise _Refused(f"reads the attribute .{name} of its score")
         return lambda *args, **kwargs: known(self, *args, **kwargs)
 
     def __add__(self, other: Any) -> Score:
@@ -146,7 +146,7 @@ _UNKNOWN_OPERATORS = (
 
 def _refusing(name: str) -> Callable[..., Any]:
     def refuse(*operands: Any) -> Any:
-        raise _Refused(f"calls {name} with its score")
+        raise _Refused(f"applies {name} to its score")
 
     return refuse
 
@@ -163,7 +163,7 @@ def _number(value: Any, what: str) -> float:
             return float(value)
     elif isinstance(value, int | float):
         return float(value)
-    raise _Refused(f"{what} its score by what is no fixed number")
+    raise _Refused(f"{what} a value that is not a fixed number")
 
 
 def _before_waiting(device: torch.device) -> None:
@@ -188,13 +188,13 @@ def _reversed_subtract(first: Any, second: Any) -> Score:
 
 def _multiply(first: Any, second: Any) -> Score:
     score, other = (first, second) if isinstance(first, Score) else (second, first)
-    return score.times(_number(other, "multiplies"))
+    return score.times(_number(other, "multiplies its score by"))
 
 
 def _divide(first: Any, second: Any) -> Score:
     if not isinstance(first, Score):
         raise _Refused("divides by its score")
-    return first.times(1.0 / _number(second, "divides"))
+    return first.times(1.0 / _number(second, "divides its score by"))
 
 
 def _negate(score: Score) -> Score:
@@ -203,19 +203,19 @@ def _negate(score: Score) -> Score:
 
 def _tanh(score: Score) -> Score:
     if score.cap is not None or isinstance(score.bias, Tensor) or score.bias:
-        raise _Refused("caps a score that it has capped or biased before")
+        raise _Refused("caps its score after it has capped or biased it already")
     return Score(score.factor, 1.0)
 
 
 def _where(condition: Tensor, shown: Any, other: Any) -> Score:
     if isinstance(shown, Score) and isinstance(other, Score):
         if shown.curve != other.curve:
-            raise _Refused("chooses between two factors or caps of its score")
+            raise _Refused("chooses between different factors or caps for its score")
         return Score(*shown.curve, _chosen(condition, shown.bias, other.bias))
     if not isinstance(shown, Score):
         condition, shown, other = ~condition, other, shown
-    if not isinstance(shown, Score) or _number(other, "replaces") != float("-inf"):
-        raise _Refused("replaces its score by a number that is not -inf")
+    if not isinstance(shown, Score) or _number(other, "replaces its score with") != float("-inf"):
+        raise _Refused("replaces its score with a number other than -inf")
     return Score(*shown.curve, _chosen(condition, shown.bias, float("-inf")))
 
 

@@ -134,7 +134,7 @@ def assert_lse_matches(actual: Tensor, exact: Tensor, softcap: float = 0.0) -> N
     """
     allowed = 2e-3 + 2**-11 * softcap
     exact = exact.to(actual.dtype)
-    assert torch.equal(torch.isinf(actual), torch.isinf(exact)), "lse: -inf at other rows than the reference"
+    assert torch.equal(torch.isinf(actual), torch.isinf(exact)), "lse: -inf in other rows than in the reference"
     finite = torch.isfinite(exact)
     if finite.any():
         error = (actual[finite] - exact[finite]).abs().max().item()

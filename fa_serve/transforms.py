@@ -99,7 +99,7 @@ def attention_block_sparse(
 def store_kv(tensors: StoreTensors, backend: str) -> None:
     """Refuse the call: a transform cannot follow writes to a cache."""
     raise UnsupportedError(
-        "store_kv writes its caches in place, which torch.func's transforms and forward-mode AD cannot follow, and one of its "
+        "store_kv writes its caches in place, which torch.func's transforms and forward-mode AD cannot follow, but one of its "
         "tensors belongs to such a transform: call it outside of the transformed function"
     )
 

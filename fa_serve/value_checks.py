@@ -81,7 +81,7 @@ def check_paged_values(tensors: AttentionTensors, max_seqlen_q: int, max_seqlen_
     is_bad = is_read & ((table < 0) | (table >= num_pages))
     if is_bad.any():
         row, column = (int(x) for x in is_bad.nonzero()[0])
-        rule = f"have pages of 0 to {num_pages - 1} up to seqused_k, also in row {row}, column {column}"
+        rule = f"have pages from 0 to {num_pages - 1} for all keys up to seqused_k; row {row}, column {column} does not"
         raise ParameterError("block_table", rule, int(table[row, column]))
 
 
@@ -91,7 +91,7 @@ def check_store_values(tensors: StoreTensors) -> None:
     count = tensors.k_cache.shape[0] * tensors.k_cache.shape[1]
     is_bad = (slots < -1) | (slots >= count)
     if is_bad.any():
-        rule = f"have slots of 0 to num_pages * page_size - 1 = {count - 1}, or -1 for none"
+        rule = f"have slots from 0 to num_pages * page_size - 1 = {count - 1}, or -1 to skip a token"
         raise ParameterError("slot_mapping", rule, int(slots[is_bad][0]))
 
 
@@ -110,7 +110,7 @@ def check_block_values(blocks: BlockLists | None) -> None:
         width = indices.shape[-1]
         if counts.numel() and not 0 <= int(counts.min()) <= int(counts.max()) <= width:
             worst = int(counts.min() if counts.min() < 0 else counts.max())
-            raise ParameterError("block_mask", f"have {num_name} of 0 to {width}, the width of {name}", worst)
+            raise ParameterError("block_mask", f"have {num_name} from 0 to {width}, the width of {name}", worst)
         listed = _values(indices)[torch.arange(width) < counts[..., None]]
         if listed.numel() and listed.min() < 0:
             raise ParameterError("block_mask", f"have no negative block in {name}", int(listed.min()))
@@ -126,7 +126,7 @@ def _check_starts(name: str, starts: Tensor, rows_name: str, rows: Tensor, max_n
         at = int((lengths < 0).nonzero()[0]) + 1
         raise ParameterError(name, f"not decrease, as it does at index {at}", values[at - 1 : at + 1].tolist())
     if values[-1] > rows.shape[0]:
-        raise ParameterError(name, f"end at most at {rows_name}'s number of rows, {rows.shape[0]}", int(values[-1]))
+        raise ParameterError(name, f"end with at most {rows_name}'s number of rows, {rows.shape[0]}", int(values[-1]))
     if lengths.numel() and lengths.max() > longest:
         raise ParameterError(max_name, f"be at least the longest length in {name}, {int(lengths.max())}", longest)
     return lengths

@@ -107,7 +107,7 @@ def test_bfloat16_is_left_to_pytorch() -> None:
     expected = fa_serve.attention(q, k, v, causal=True, backend="sdpa")
     assert torch.equal(fa_serve.attention(q, k, v, causal=True), expected)
     with pytest.raises(
-        UnsupportedError, match="multiplies float16 and float32 in Triton's interpreter, which takes the bits of bfloat16"
+        UnsupportedError, match="computes only float16 and float32 in Triton's interpreter, which treats bfloat16"
     ):
         fa_serve.attention(q, k, v, causal=True, backend="triton")
     cache = torch.zeros(2, 4, 2, 16, dtype=torch.bfloat16)

@@ -39,7 +39,7 @@ def test_without_its_extra_it_says_what_to_install():
     program = "import sys; sys.modules['typer'] = None; import fa_serve.__main__"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 1
-    assert done.stderr.startswith("fa-serve: the command line needs the server extra, pip install '.[server]' in a clone")
+    assert done.stderr.startswith("fa-serve: the command line needs the server extra (in a clone: pip install '.[server]'): ")
 
 
 def test_help_is_quick():
@@ -152,7 +152,7 @@ def given(*arguments, monkeypatch, **environment):
     [
         (("--api-key", "secret"), "No such option: --api-key. Use FA_SERVE_API_KEYS in the environment, or --api-key-file"),
         (("--tensor-parallel-size=2",), "No such option: --tensor-parallel-size. Use --tensor-parallel\n"),
-        (("org/model", "--tokenizer-revision", "v2"), "Use --revision, which holds for all files of the model"),
+        (("org/model", "--tokenizer-revision", "v2"), "Use --revision, which applies to all files of the model"),
         (("--tensor_parallel_size", "2"), "No such option: --tensor-parallel-size. Use --tensor-parallel\n"),
         (("--model", "org/model"), "No such option: --model. Use the model as the first argument: fa-serve serve MODEL\n"),
         (("-tp", "2"), "No such option: -tp. Use --tensor-parallel\n"),
@@ -168,13 +168,16 @@ def given(*arguments, monkeypatch, **environment):
             ("--tokenizer", "org/other"),
             "No such option: --tokenizer. Use a folder with the model's files, in which",
         ),
-        (("--disable-log-stats",), "--disable-log-stats. Leave it out: no statistics are logged, and /metrics has them\n"),
+        (("--disable-log-stats",), "--disable-log-stats. Leave it out: statistics are not logged; /metrics has them\n"),
         (
             ("org/model", "--served-model-name", "a", "b"),
             "--served-model-name takes one name, got a b. Use --served-model-name a",
         ),
         (("--served-model-name", "a", "b", "c"), "--served-model-name takes one name, got a b c. Use --served-model-name a,"),
-        (("--quantization", "awq"), "--quantization awq is a value of vLLM. Use no --quantization: the files of a quantised"),
+        (
+            ("--quantization", "awq"),
+            "--quantization awq is a value of vLLM. Use no --quantization: the format is read from the files",
+        ),
     ],
 )
 @pytest.mark.parametrize("command", ["serve", "ray", "warm"])
@@ -231,7 +234,7 @@ def test_a_flag_turns_off_what_the_environment_turns_on(monkeypatch):
         (["--image-memory", "1KiB"], "image_memory must be at least 1048576, got '1KiB'"),
         (["./nope"], "model must be a hub name, such as Qwen/Qwen3-0.6B, or an existing folder, got './nope'"),
         (["/", "--revision", "v1"], "model must be a folder with a config.json"),
-        (["--revision", "v1"], "revision must be left out for the embedded model, which holds one revision"),
+        (["--revision", "v1"], "revision must be left out for the embedded model, which has only one revision"),
         (["--lora", "a=./nope"], "lora must be NAME=FOLDER with an existing folder, got 'a=./nope'"),
         (["--lora-folder", "nope"], "lora_folder must be an existing folder, got nope"),
         (["--generation-config", "./nope"], "generation_config must be auto, none, or a folder with a generation_config.json"),
@@ -273,7 +276,7 @@ def test_a_variable_that_nobody_reads_is_refused_by_every_command(command, monke
     result = run(command, FA_SERVE_MAX_NUM_SEQ="4")
     assert result.exit_code == 2
     assert result.stderr == (
-        "fa-serve: the variable FA_SERVE_MAX_NUM_SEQ of the environment is unknown: did you mean FA_SERVE_MAX_NUM_SEQS?\n"
+        "fa-serve: the environment variable FA_SERVE_MAX_NUM_SEQ is unknown: did you mean FA_SERVE_MAX_NUM_SEQS?\n"
     )
 
 
@@ -296,8 +299,8 @@ def test_a_setting_that_cannot_work_is_one_sentence(arguments, said):
 @pytest.mark.parametrize(
     ("built", "count", "device", "said"),
     [
-        (None, 0, "cuda", r"device must be auto or cpu, because PyTorch \S+ is built without GPUs: install a build with CUDA"),
-        ("13.0", 0, "cuda", r"device must be auto or cpu, because PyTorch finds no GPU: look at the driver \(nvidia-smi\) and"),
+        (None, 0, "cuda", r"device must be auto or cpu, because PyTorch \S+ has no GPU support: install a build with CUDA"),
+        ("13.0", 0, "cuda", r"device must be auto or cpu, because PyTorch finds no GPU: check the driver \(nvidia-smi\) and"),
         ("13.0", 2, "cuda:2", r"device must be cuda, or cuda:N with N below 2, the number of GPUs, got 'cuda:2'"),
     ],
     ids=["build", "driver", "number"],
@@ -325,7 +328,7 @@ def test_without_a_server_the_command_says_how_to_start_one(command):
     assert result.exit_code == 1
     [said] = result.stderr.strip().splitlines()
     assert "http://127.0.0.1:1" in said
-    assert said.endswith(": start a server with fa-serve serve, or name the address of one with --url")
+    assert said.endswith(": start a server with fa-serve serve, or give the address of one with --url")
 
 
 def test_a_report_that_has_no_folder_is_refused_before_the_load(tmp_path):
@@ -412,7 +415,7 @@ def test_kernels_are_compiled_as_the_server_would(monkeypatch):
 def test_several_ranks_have_no_warm_up():
     done = run("warm", "--device", "cuda", "--tensor-parallel", "2")
     assert done.exit_code == 2
-    assert "warm takes --tensor-parallel 1" in done.stderr
+    assert "warm supports only --tensor-parallel 1" in done.stderr
 
 
 def test_a_cpu_needs_no_kernels():

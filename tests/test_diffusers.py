@@ -38,7 +38,7 @@ def test_the_name_is_a_member_like_others(dispatch: Any) -> None:
 
 def test_an_old_diffusers_is_refused(dispatch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(dispatch, "_AttentionBackendRegistry")
-    with pytest.raises(UnsupportedError, match=r"cannot serve diffusers .*_AttentionBackendRegistry.*; install diffusers"):
+    with pytest.raises(UnsupportedError, match=r"does not support diffusers .*_AttentionBackendRegistry.*; install diffusers"):
         fa_serve.diffusers.register()
 
 

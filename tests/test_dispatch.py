@@ -183,7 +183,7 @@ def test_few_queries_keep_the_dtype_of_q_and_many_are_refused_where_nothing_mult
     q, k, v = make_qkv(1, 20, 40, 2, 2, 64)
     few = fa_serve.attention(q[:, :1], k, v, causal=True, precision=precision)
     assert torch.equal(few, fa_serve.attention(q[:, :1], k, v, causal=True))
-    with pytest.raises(fa_serve.UnsupportedError, match=f"sdpa: computes in q's dtype, got precision '{precision}'"):
+    with pytest.raises(fa_serve.UnsupportedError, match=f"sdpa: computes only in q's dtype, got precision '{precision}'"):
         fa_serve.attention(q, k, v, causal=True, precision=precision)
 
 

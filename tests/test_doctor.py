@@ -70,7 +70,7 @@ def test_a_failure_is_the_exit_code_and_json_says_the_same():
     [failed] = [each for each in report["checks"] if each["state"] == "failed"]
     assert failed["name"] == "port"
     assert failed["found"].startswith(f"127.0.0.1:{port}: ")
-    assert failed["remedy"] == "end the process that has it, or choose another --port"
+    assert failed["remedy"] == "end the process that uses it, or choose another --port"
 
 
 def free_port() -> int:
@@ -103,8 +103,8 @@ def test_packages_that_are_missing_or_old(monkeypatch):
     declared = ["torch>=999", "not-there>=1", "numpy>=1", 'rich>=13; extra == "server"', 'ray>=9999; extra == "ray"']
     monkeypatch.setattr(doctor, "requires", lambda _: declared)
     found = check_packages()
-    assert found.found == f"torch {version('torch')} is not >=999; not-there is not installed"
-    assert (found.state, found.remedy[:34]) == ("failed", "in the clone: pip install '.[serve")
+    assert found.found == f"torch {version('torch')} does not satisfy >=999; not-there is not installed"
+    assert (found.state, found.remedy[:38]) == ("failed", "in the clone run: pip install '.[serve")
     monkeypatch.setattr(doctor, "requires", lambda _: declared[2:])
     assert "all 2 requirements are met" in check_packages().found
 
@@ -116,10 +116,7 @@ def test_a_checkout_on_the_path_that_is_not_installed(monkeypatch):
     monkeypatch.setattr(doctor, "requires", missing)
     found = check_packages()
     assert found.state == "warning"
-    assert (
-        found.found
-        == f"fa-serve {fa_serve.__version__} runs from {Path(fa_serve.__file__).parents[1]}, where it is not installed"
-    )
+    assert found.found == f"fa-serve {fa_serve.__version__} runs from {Path(fa_serve.__file__).parents[1]} but is not installed"
     monkeypatch.setattr(doctor, "version", missing)
     assert f"fa-serve {fa_serve.__version__}\n" in issue_block([found])
 
@@ -141,8 +138,8 @@ def test_a_torchvision_of_another_build_than_torch_is_named(body, state, tmp_pat
     found = check_packages()
     assert found.state == state
     if state == "failed":
-        assert found.found.startswith(f"torchvision 0.99.0 cannot be imported beside torch {version('torch')}, so no model can")
-        assert found.found.endswith(": operator torchvision::nms does not exist")
+        assert found.found.startswith(f"torchvision 0.99.0 cannot be imported with torch {version('torch')}, so transformers")
+        assert found.found.endswith(" cannot import any model: operator torchvision::nms does not exist")
         assert found.remedy.endswith("or: pip uninstall torchvision")
     sys.modules.pop("torchvision", None)
 
@@ -194,8 +191,8 @@ def test_the_clients_key_is_none_of_the_server(variables):
     ("installed", "built", "state", "said"),
     [
         (False, None, "warning", "the server runs on the CPU"),
-        (True, None, "failed", "built without GPUs"),
-        (True, "13.0", "failed", "look at nvidia-smi"),
+        (True, None, "failed", "built without GPU support"),
+        (True, "13.0", "failed", "check nvidia-smi"),
     ],
     ids=["no driver", "build", "release"],
 )
@@ -242,7 +239,7 @@ def test_folders(tmp_path, monkeypatch):
     )
     assert not made_later.exists()
     full = check_folder("cache", made_later, "HF_HOME", 1 << 60)
-    assert (full.state, full.remedy) == ("warning", "free 1073741824 GiB, or set HF_HOME to another disk")
+    assert (full.state, full.remedy) == ("warning", "free at least 1073741824 GiB, or set HF_HOME to a folder on another disk")
     monkeypatch.setattr(
         doctor.os, "statvfs", lambda _: SimpleNamespace(f_flag=os.ST_NOEXEC, f_bavail=1, f_blocks=1, f_bfree=1, f_frsize=1)
     )
@@ -258,7 +255,7 @@ def test_folders(tmp_path, monkeypatch):
 
 def test_memory_and_open_files(monkeypatch):
     monkeypatch.setattr("fa_serve.engine.cache.tensors.reclaimable_memory", lambda: 1 << 30)
-    assert (check_memory().state, check_memory().found) == ("warning", "1.0 GiB of the host can be used")
+    assert (check_memory().state, check_memory().found) == ("warning", "1.0 GiB of host memory available")
     import resource
 
     monkeypatch.setattr(resource, "getrlimit", lambda _: (1024, 1024))

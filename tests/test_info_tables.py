@@ -108,14 +108,14 @@ def test_what_each_rank_holds(tmp_path):
     whole = 17 * 2**10 * 2
     shared = 8 * 2 * 2**17 * 2  # four ranks hold one of two key and value heads each
     held = layers / 4 + shared / 2 + vocabulary / 4 + whole
-    assert f"each of 4 ranks holds {held / 2**30:.3g} GiB of {(layers + vocabulary + whole) / 2**30:.3g} GiB" in text
-    assert "heads in layer 0: 2 of queries, 1 of keys and values; 4 KiB of KV cache for a token" in text
+    assert f"each of 4 ranks holds {held / 2**30:.3g} GiB of the {(layers + vocabulary + whole) / 2**30:.3g} GiB" in text
+    assert "heads in layer 0: 2 for queries, 1 for keys and values; 4 KiB of KV cache per token" in text
 
 
 def test_a_limit_of_the_length_stands_beside_the_engine(tmp_path):
     tiny_config("minimax_m3_vl").save_pretrained(tmp_path)
     text = words(run(str(tmp_path)))
-    assert "engine: runs it, in sequences of up to 256 tokens, up to which its queries choose all keys" in text
+    assert "engine: runs it for sequences of up to 256 tokens, where its sparse attention selects all keys" in text
 
 
 def test_a_model_that_cannot_be_divided(tmp_path):

@@ -217,11 +217,11 @@ def test_gradients_of_an_operator() -> None:
 def test_what_a_graph_cannot_differentiate_is_refused() -> None:
     q = Q.clone().requires_grad_()
     out, _ = torch.ops.fa_serve.attention(q, q, q, None, None, None, *options_of())
-    with pytest.raises(ValueError, match="return_lse must be True where gradients are needed"):
+    with pytest.raises(ValueError, match="return_lse must be True if gradients are needed"):
         out.sum().backward()
     slopes = SLOPES.clone().requires_grad_()
     out, _ = torch.ops.fa_serve.attention(q, q, q, None, slopes, None, *options_of(return_lse=True))
-    with pytest.raises(fa_serve.UnsupportedError, match="alibi_slopes have no gradient in a graph"):
+    with pytest.raises(fa_serve.UnsupportedError, match="alibi_slopes have no gradient in a compiled graph"):
         out.sum().backward()
 
 
@@ -278,7 +278,7 @@ def test_the_block_sparse_operator_keeps_its_promises() -> None:
     torch.library.opcheck(torch.ops.fa_serve.attention_block_sparse, given, test_utils=checks)
     torch.library.opcheck(torch.ops.fa_serve.attention_block_sparse_out, (torch.zeros_like(q), *given), test_utils=checks)
     out, _ = torch.ops.fa_serve.attention_block_sparse(q.requires_grad_(), *given[1:])
-    with pytest.raises(fa_serve.UnsupportedError, match="a call with a block_mask has no gradient in a graph"):
+    with pytest.raises(fa_serve.UnsupportedError, match="a call with a block_mask has no gradient in a compiled graph"):
         out.sum().backward()
 
 

@@ -91,12 +91,12 @@ assert torch.allclose(doubled, fa_serve.attention(q, q, q, softmax_scale=0.25, b
 assert not torch.allclose(doubled, plain, atol=1e-3)
 with pytest.raises(TypeError, match="score_factor must be a number, got None"):
     fa_serve.attention(q, q, q, score_factor=None)
-with pytest.raises(fa_serve.UnsupportedError, match="sdpa: does not compute score_factor, which the call uses"):
+with pytest.raises(fa_serve.UnsupportedError, match="sdpa: does not support score_factor, which the call uses"):
     fa_serve.attention(q, q, q, score_factor=2.0, backend="sdpa")
 with pytest.raises(fa_serve.UnsupportedError, match="has no backward pass for score_factor"):
     fa_serve.attention(q.requires_grad_(), q, q, score_factor=2.0, backend="triton")
 spec = AttentionSpec("dense", "cpu", 0, torch.float32, torch.float32, 64, 64, 4, 4, op="decode", score_factor=True)
-assert explain(spec)["triton"] == "does not compute score_factor in its kernel of decode, which the call uses"
+assert explain(spec)["triton"] == "does not support score_factor in its decode kernel, which this call needs"
 assert "float softcap, float score_factor, float earlier_factor" in str(torch.ops.fa_serve.attention.default._schema)
 print("computed")
 """

@@ -246,18 +246,18 @@ def test_a_call_without_queries_or_keys_needs_no_score(empty: str) -> None:
 
 
 REFUSED: dict[str, Callable[..., Any]] = {
-    "multiplies its score by what is no fixed number": lambda s, b, h, i, j: s * SLOPES[h],
+    "multiplies its score by a value that is not a fixed number": lambda s, b, h, i, j: s * SLOPES[h],
     "divides by its score": lambda s, b, h, i, j: 1 / s,
-    "adds a score to its score": lambda s, b, h, i, j: s + s,
-    "replaces its score by a number that is not -inf": lambda s, b, h, i, j: torch.where(i >= j, s, -1e4),
-    "calls exp with its score": lambda s, b, h, i, j: torch.exp(s),
-    r"reads \.sigmoid of its score": lambda s, b, h, i, j: s.sigmoid(),
-    "caps a score that it has capped or biased before": lambda s, b, h, i, j: torch.tanh(s + j),
-    "chooses between two factors or caps": lambda s, b, h, i, j: torch.where(i > j, s, 2 * s),
+    "adds two values that both depend on its score": lambda s, b, h, i, j: s + s,
+    "replaces its score with a number other than -inf": lambda s, b, h, i, j: torch.where(i >= j, s, -1e4),
+    "applies exp to its score": lambda s, b, h, i, j: torch.exp(s),
+    r"reads the attribute \.sigmoid of its score": lambda s, b, h, i, j: s.sigmoid(),
+    "caps its score after it has capped or biased it already": lambda s, b, h, i, j: torch.tanh(s + j),
+    "chooses between different factors or caps for its score": lambda s, b, h, i, j: torch.where(i > j, s, 2 * s),
     "does not return its score": lambda s, b, h, i, j: i - j,
-    "calls gt with its score": lambda s, b, h, i, j: torch.where(s > 0, s, 0),
-    "calls bool with its score": lambda s, b, h, i, j: s if s else i,
-    "calls pow with its score": lambda s, b, h, i, j: s**2,
+    "applies gt to its score": lambda s, b, h, i, j: torch.where(s > 0, s, 0),
+    "applies bool to its score": lambda s, b, h, i, j: s if s else i,
+    "applies pow to its score": lambda s, b, h, i, j: s**2,
     "multiplies its score by -2, which is not positive": lambda s, b, h, i, j: s * -2,
     "multiplies its score by 0, which is not positive": lambda s, b, h, i, j: s * 0,
     "multiplies its score by -1, which is not positive": lambda s, b, h, i, j: -20 * torch.tanh(s / 20),
@@ -273,7 +273,7 @@ def test_what_no_option_stands_for_is_refused(reason: str) -> None:
 def test_a_call_says_each_thing_once(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = make_qkv(1, 8, 8, HEADS, 2, 32)
     for name, value in (("mask", torch.ones(1, 1, 8, 8)), ("alibi_slopes", SLOPES), ("softcap", 2.0)):
-        with pytest.raises(ParameterError, match=f"{name} must be left out with score_mod"):
+        with pytest.raises(ParameterError, match=f"{name} must not be passed together with score_mod"):
             fa_serve.attention(q, k, v, score_mod=softcap, **{name: value})  # type: ignore[call-overload]
     monkeypatch.setattr(api, "is_traced", lambda *tensors: True)
     with pytest.raises(ParameterError, match="score_mod must be None while the call is compiled"):

@@ -32,13 +32,13 @@ BAD: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any], str, st
         *VARLEN,
         {"cu_seqlens_q": ints(0, 5, 11), "max_seqlen_q": 6},
         "cu_seqlens_q",
-        "at q's number of rows, 10, got 11",
+        "end with at most q's number of rows, 10, got 11",
     ),
     "beyond-k": (
         *VARLEN,
         {"cu_seqlens_k": ints(0, 7, 15), "max_seqlen_k": 8},
         "cu_seqlens_k",
-        "at k's number of rows, 14, got 15",
+        "end with at most k's number of rows, 14, got 15",
     ),
     "start": (*VARLEN, {"cu_seqlens_q": ints(1, 5, 10)}, "cu_seqlens_q", "begin with 0, got 1"),
     "negative": (*VARLEN, {"cu_seqlens_k": ints(-1, 5, 10)}, "cu_seqlens_k", "begin with 0, got -1"),
@@ -55,10 +55,15 @@ BAD: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any], str, st
     "paged-max-k": (*PAGED, {"max_seqlen_k": 6}, "max_seqlen_k", "longest length in seqused_k, 7, got 6"),
     "used-negative": (*PAGED, {"seqused_k": ints(7, -1)}, "seqused_k", "no negative length, got -1"),
     "used-beyond": (*PAGED, {"seqused_k": ints(7, 99)}, "seqused_k", r"at most max_pages \* page_size = \d+, got 99"),
-    "page": (*PAGED, {"block_table": TABLE + NUM_PAGES}, "block_table", f"have pages of 0 to {NUM_PAGES - 1} up to seqused_k"),
-    "page-negative": (*PAGED, {"block_table": TABLE * 0 - 1}, "block_table", "row 0, column 0, got -1"),
+    "page": (
+        *PAGED,
+        {"block_table": TABLE + NUM_PAGES},
+        "block_table",
+        f"have pages from 0 to {NUM_PAGES - 1} for all keys up to seqused_k",
+    ),
+    "page-negative": (*PAGED, {"block_table": TABLE * 0 - 1}, "block_table", "row 0, column 0 does not, got -1"),
     "slot": (*STORE, {"slot_mapping": torch.tensor([0, -1, SLOTS])}, "slot_mapping", f"= {SLOTS - 1}, .* got {SLOTS}"),
-    "slot-negative": (*STORE, {"slot_mapping": torch.tensor([0, -2, 1])}, "slot_mapping", "or -1 for none, got -2"),
+    "slot-negative": (*STORE, {"slot_mapping": torch.tensor([0, -2, 1])}, "slot_mapping", "or -1 to skip a token, got -2"),
     "blocks-starts": (*VARLEN, {"cu_seqlens_q": ints(0, 5, 4), "block_mask": LISTS}, "cu_seqlens_q", "not decrease"),
     "blocks-paged": (*PAGED, {"cu_seqlens_q": ints(0, 5, 4), "block_mask": LISTS}, "cu_seqlens_q", "not decrease"),
     "blocks-number": (
@@ -66,7 +71,7 @@ BAD: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any], str, st
         {"q": Q, "k": Q, "v": Q, "block_mask": LISTS},
         {"block_mask": LISTS._replace(kv_num_blocks=LISTS.kv_num_blocks + 1)},
         "block_mask",
-        "have kv_num_blocks of 0 to 1, the width of kv_indices, got 2",
+        "have kv_num_blocks from 0 to 1, the width of kv_indices, got 2",
     ),
     "blocks-negative": (
         *VARLEN,
@@ -93,7 +98,7 @@ BAD: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any], str, st
         {"q": Q, "k_cache": K_CACHE, "v_cache": V_CACHE, "block_table": TABLE, "cache_seqlens": ints(7, 7)},
         {"block_table": TABLE + NUM_PAGES},
         "block_table",
-        "have pages of 0",
+        "have pages from 0",
     ),
 }
 
@@ -127,7 +132,7 @@ def test_entries_of_the_table_that_no_query_sees_are_not_looked_at() -> None:
     check_paged_values(tensors, 2, None, 6, 0)
     check_paged_values(tensors, 2, None, -1, 8)
     for left, chunk, column in ((-1, 0, 0), (7, 0, 1), (-1, 15, 0)):
-        with pytest.raises(ParameterError, match=f"row 0, column {column}, got -1"):
+        with pytest.raises(ParameterError, match=f"row 0, column {column} does not, got -1"):
             check_paged_values(tensors, 2, None, left, chunk)
 
 

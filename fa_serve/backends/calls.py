@@ -261,6 +261,8 @@ def effective_chunk(attention_chunk: int, window_size: tuple[int, int], max_seql
         raise ParameterError("attention_chunk", "be 0 (off) or a positive int", attention_chunk)
     if attention_chunk and window_size != (-1, 0):
         raise ParameterError(
-            "attention_chunk", f"be 0 unless the call is causal without a window (-1, 0), here {window_size}", attention_chunk
+            "attention_chunk",
+            f"be 0 unless the call is causal and has no window (effective window_size (-1, 0), here {window_size})",
+            attention_chunk,
         )
     return 0 if attention_chunk >= max_seqlen_k else attention_chunk

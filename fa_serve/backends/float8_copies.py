@@ -36,14 +36,14 @@ def cannot_quantize(spec: AttentionSpec) -> str | None:
     A backend may have further reasons, such as its GPUs.
     """
     if spec.block_mask:
-        return f"multiplies float8 without a block_mask only, got precision {spec.precision!r}"
+        return f"multiplies float8 only without a block_mask, got precision {spec.precision!r}"
     if spec.kv_dtype not in (spec.dtype, torch.float8_e4m3fn):
         return f"quantises caches of q's dtype or float8_e4m3fn, got {dtype_name(spec.kv_dtype)}"
     widest = 256 if spec.precision == "qk8" else 128
     if spec.head_dim != spec.head_dim_v or spec.head_dim not in (64, 128, widest):
         sizes = "64, 128 and 256" if spec.precision == "qk8" else "64 and 128"
         got = dims(spec.head_dim, spec.head_dim_v)
-        return f"has head sizes of {sizes} with precision {spec.precision!r}, got {got}"
+        return f"supports head sizes {sizes} with precision {spec.precision!r}, got {got}"
     if spec.needs_grad:
         return f"has no backward pass with precision {spec.precision!r}, and an input requires gradients"
     return None

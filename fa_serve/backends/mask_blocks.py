@@ -31,7 +31,7 @@ MIN_SCANNED_LENGTH = 2 * SCANNED_BLOCK
 def cannot_scan(spec: AttentionSpec) -> str | None:
     """Why the mask of a call is not scanned for blocks, or None. `spec.mask` is not None."""
     if spec.op != "attention" or spec.layout != "dense":
-        return f"scans the masks of dense prompts, got op {spec.op!r}, layout {spec.layout!r}"
+        return f"scans only the masks of dense prompts, got op {spec.op!r}, layout {spec.layout!r}"
     _, queries, keys = spec.sizes or (0, 0, 0)
     if min(queries, keys) < MIN_SCANNED_LENGTH:
         return f"scans masks of at least {MIN_SCANNED_LENGTH} queries and keys, got {queries} and {keys}"

@@ -118,7 +118,7 @@ class ReferenceBackend:
 
     def supports(self, spec: AttentionSpec) -> str | None:
         options = spec.options_beyond(_COMPUTED)
-        return f"does not compute {options}, which the call uses" if options else None
+        return f"does not support {options}, which the call uses" if options else None
 
     def plan(self, spec: AttentionSpec, tensors: Any, options: AttentionOptions | None) -> Run:
         if spec.op == "store_kv":

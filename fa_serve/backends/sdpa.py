@@ -47,9 +47,9 @@ class SdpaBackend:
         if spec.layout == "paged" and spec.needs_grad:
             return "cannot differentiate through a paged cache, and an input requires gradients"
         if options := spec.options_beyond(_COMPUTED):
-            return f"does not compute {options}, which the call uses"
+            return f"does not support {options}, which the call uses"
         if spec.precision != "bf16":
-            return f"computes in q's dtype, got precision {spec.precision!r}"
+            return f"computes only in q's dtype, got precision {spec.precision!r}"
         return None
 
     def plan(self, spec: AttentionSpec, tensors: Any, options: AttentionOptions | None) -> Run:

@@ -19,7 +19,7 @@ import httpx
 
 from .failures import connection_failed, first_model, refusal
 
-COMMANDS = "Ctrl-C stops an answer, Ctrl-D leaves, /reset forgets the conversation, /help shows this."
+COMMANDS = "Ctrl-C stops an answer, Ctrl-D exits, /reset forgets the conversation, /help shows this."
 
 
 class ChatError(Exception):

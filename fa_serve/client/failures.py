@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import httpx
 
-NO_SERVER = "start a server with fa-serve serve, or name the address of one with --url"
-NO_KEY = "give the command a key with --key, or in the variable FA_SERVE_API_KEY"
+NO_SERVER = "start a server with fa-serve serve, or give the address of one with --url"
+NO_KEY = "pass a key with --key, or in the environment variable FA_SERVE_API_KEY"
 
 
 def connection_failed(url: object, error: httpx.HTTPError) -> str:
     reason = str(error) or type(error).__name__
     if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
         return f"no server answers at {url} ({reason}): {NO_SERVER}"
-    return f"the connection to {url} was lost ({reason}): look at the log of the server, and try again"
+    return f"the connection to {url} was lost ({reason}): check the server's log, and try again"
 
 
 def refusal(response: httpx.Response) -> str | None:
@@ -28,7 +28,7 @@ def refusal(response: httpx.Response) -> str | None:
     try:
         reason = str(response.json()["error"]["message"])
     except (ValueError, KeyError, TypeError):
-        return f"{response.url} answers with status {response.status_code}: name the address of a server with OpenAI's API"
+        return f"{response.url} answers with status {response.status_code}: give the address of a server that has OpenAI's API"
     # the server's message names headers, but the user of a command gives a key
     return f"{reason} ({NO_KEY})" if response.status_code == httpx.codes.UNAUTHORIZED else reason
 
@@ -40,4 +40,4 @@ def first_model(response: httpx.Response) -> str:
     try:
         return str(response.json()["data"][0]["id"])
     except (ValueError, KeyError, TypeError, IndexError):
-        raise ValueError(f"{response.url} lists no model: name one with --model, or another server with --url") from None
+        raise ValueError(f"{response.url} lists no model: give one with --model, or another server with --url") from None

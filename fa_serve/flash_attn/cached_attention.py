@@ -115,7 +115,7 @@ def _check(given: dict[str, Any], rotary: Rotary | None) -> None:
         if given[one] is not None and given[other] is None:
             raise ParameterError(other, f"be given with {one}", None)
     if given["k"] is not None and given["cache_seqlens"] is None:
-        raise ParameterError("cache_seqlens", "be given with k and v, which are written behind it", None)
+        raise ParameterError("cache_seqlens", "be given with k and v: they are written from this position on", None)
     if rotary is not None and given["k"] is None:
         raise ParameterError("rotary_cos", "be None without k and v", tuple(rotary[0].shape))
 
@@ -163,7 +163,8 @@ def _token_pages(table: Tensor, leftpad: Tensor, k_cache: Tensor, v_cache: Tenso
     tokens = [divmod(cache.stride(0), cache.stride(1)) for cache in (k_cache, v_cache)]  # from page to page
     if tokens[0] != tokens[1] or tokens[0][1]:
         strides = (k_cache.stride(), v_cache.stride())
-        refuse("cache_leftpad", "be None for caches whose pages are not the same whole number of tokens apart", strides)
+        rule = "be None unless both caches have page strides that are the same multiple of their token strides"
+        refuse("cache_leftpad", rule, strides)
     apart = tokens[0][0]
     position = leftpad[:, None] + torch.arange(table.shape[1] * page_size, device=table.device)
     position = position.clamp(max=table.shape[1] * page_size - 1)

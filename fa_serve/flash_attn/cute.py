@@ -50,9 +50,9 @@ __version__ = VERSION_4
 Window = Sequence[int | None]
 
 _NO_FUNCTION = "kernels are compiled before the call and cannot include a Python function"
-_NO_BLOCKS = "FlashAttention-4's lists of blocks go with a mask_mod; pass block_mask to the functions of fa_serve instead"
-_NO_GATHER = "the kernels do not gather single keys"
-_NO_MOD_DATA = "only score_mod and mask_mod read it"
+_NO_BLOCKS = "FlashAttention-4's lists of blocks belong to a mask_mod; pass block_mask to the functions of fa_serve instead"
+_NO_GATHER = "the kernels do not gather individual keys"
+_NO_MOD_DATA = "only score_mod and mask_mod read it, and both are refused"
 _WHY_REFUSED = {
     "qv": NO_QV,
     "gather_kv_indices": _NO_GATHER,
@@ -181,7 +181,7 @@ def flash_attn_varlen_func(
     )
     if page_table is not None and cu_seqlens_k is not None:
         raise ParameterError(
-            "cu_seqlens_k", "be None with page_table, where seqused_k has the lengths", tuple(cu_seqlens_k.shape)
+            "cu_seqlens_k", "be None with page_table: pass the lengths as seqused_k", tuple(cu_seqlens_k.shape)
         )
     out, lse = _attend(
         q,
@@ -219,7 +219,7 @@ def flash_attn_combine(
     virtual_batch_idx: must be None
     Returns out in `out_dtype`, and lse, with the shapes above without num_splits.
     """
-    refuse_tensor("virtual_batch_idx", "all sequences are merged together, in no order", virtual_batch_idx)
+    refuse_tensor("virtual_batch_idx", "all sequences are merged together, in no particular order", virtual_batch_idx)
     merged, lse = merge_parts(out_partial, lse_partial, None, out_dtype)
     if cu_seqlens is not None:
         is_used = UsedRows.of(lse, cu_seqlens, cu_seqlens.diff() if seqused is None else seqused).is_used
@@ -295,7 +295,7 @@ def _options(
     if left is not None and right is not None and max(left, right) < 0:
         window: Sequence[int] = UNLIMITED
     elif any(bound < 0 for bound in bounds):
-        refuse("window_size", "have numbers >= 0 or None, because a window includes the position of its query", window_size)
+        refuse("window_size", "have numbers >= 0 or None, because a window includes its query's position", window_size)
     else:
         window = tuple(-1 if bound is None else bound for bound in (left, right))
     return softmax_arguments(softmax_scale, causal, window, softcap, sinks=learnable_sink)

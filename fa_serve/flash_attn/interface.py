@@ -96,7 +96,7 @@ def flash_attn_qkvpacked_func(
     if qkv.dim() == 5:
         q, k, v = qkv.unbind(-3)
     elif num_heads_q is None:
-        refuse("num_heads_q", "be given for a qkv of four dimensions", None)
+        refuse("num_heads_q", "be given for a qkv with four dimensions", None)
     else:
         num_kv_heads = (qkv.shape[2] - num_heads_q) // 2
         q, k, v = torch.split(qkv, [num_heads_q, num_kv_heads, num_kv_heads], dim=-2)
@@ -267,5 +267,5 @@ def _head_descale(name: str, descale: Tensor | None) -> Tensor | None:
     if descale is None or descale.dim() == 1:
         return descale
     if descale.dim() != 2 or (descale.stride(0) and descale.shape[0] > 1):
-        refuse(name, "be (num_kv_heads,), or that expanded to (batch, num_kv_heads)", tuple(descale.shape))
+        refuse(name, "have the shape (num_kv_heads,), or be expanded from it to (batch, num_kv_heads)", tuple(descale.shape))
     return descale[0]

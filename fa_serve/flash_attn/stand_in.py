@@ -75,9 +75,9 @@ def install() -> None:
                 f"{getattr(present, '__file__', None)}"
             )
     if "transformers" in sys.modules:
-        log.warning("transformers has been imported before install(), and will not find flash-attn; call install() before")
+        log.warning("transformers was imported before install(), so it will not find flash-attn; call install() first")
     for name in PACKAGES:
-        package = modules[name] = ModuleType(name, "Stands for a package of flash-attn, of which only `rotary` exists.")
+        package = modules[name] = ModuleType(name, "Stands in for a package of flash-attn; only its `rotary` exists.")
         package.__path__ = []
         package.__spec__ = ModuleSpec(name, None, is_package=True)
     sys.modules.update(modules)

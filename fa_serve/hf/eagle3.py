@@ -164,7 +164,7 @@ def head_config(told: Mapping[str, Any], num_layers: int) -> LlamaConfig:
     kind = told.get("speculators_model_type")
     if not set(named) & set(ARCHITECTURES) or kind not in (None, "eagle3"):
         found = kind or ", ".join(named) or "no architecture"
-        raise UnsupportedModelError(f"its config says {found}, and not {ARCHITECTURES[0]}")
+        raise UnsupportedModelError(f"its config says {found} instead of {ARCHITECTURES[0]}")
     eagle = told.get("eagle_config") or {}
     layer = dict(told.get("transformer_layer_config") or told)
     refused = {
@@ -175,7 +175,7 @@ def head_config(told: Mapping[str, Any], num_layers: int) -> LlamaConfig:
         "quantization_config": told.get("quantization_config") is not None,
     }
     if unknown := [name for name, found in refused.items() if found]:
-        raise UnsupportedModelError(f"its config has a value of {unknown[0]} that fa_serve does not know")
+        raise UnsupportedModelError(f"its config has a value of {unknown[0]} that fa_serve does not support")
     config = LlamaConfig.from_dict(layer | {"num_hidden_layers": 1, "tie_word_embeddings": False})
     config.draft_vocab_size = told.get("draft_vocab_size") or config.vocab_size
     config.target_hidden_size = told.get("target_hidden_size") or config.hidden_size
@@ -222,7 +222,7 @@ def _embed(head: Eagle3Head, own: Tensor | None, shared: nn.Module) -> None:
         _check_shape("embed_tokens.weight", own, (head.config.vocab_size, head.config.hidden_size))
         own = own.to(weight)
     else:
-        _check_size("its hidden size, without an embedding in its checkpoint,", head.config.hidden_size, weight.shape[1])
+        _check_size("each embedding that it takes (its checkpoint has none)", head.config.hidden_size, weight.shape[1])
     is_shared = own is None or (own.shape == weight.shape and torch.equal(own, weight))
     head.embed_tokens = shared if own is None or is_shared else nn.Embedding(len(own), own.shape[1], _weight=own)
 
@@ -232,21 +232,21 @@ def _set_targets(head: Eagle3Head, offsets: Tensor | None) -> None:
     config = head.config
     whole = config.draft_vocab_size == config.vocab_size
     if offsets is None and not whole:
-        raise UnsupportedModelError(f"its vocabulary has {config.draft_vocab_size} tokens, and its checkpoint has no d2t")
+        raise UnsupportedModelError(f"its vocabulary has {config.draft_vocab_size} tokens, but its checkpoint has no d2t")
     if offsets is None or (whole and not offsets.any()):
         return
     _check_shape("d2t", offsets, (config.draft_vocab_size,))
     targets = torch.arange(len(offsets)) + offsets.long().cpu()
     if targets.min() < 0 or targets.max() >= config.vocab_size or len({*targets.tolist()}) != len(targets):
-        raise UnsupportedModelError(f"its d2t names a token twice, or one beyond the {config.vocab_size} of the model")
+        raise UnsupportedModelError(f"its d2t names a token twice, or one outside the model's {config.vocab_size} tokens")
     head.targets = targets.to(head.device)
 
 
 def _check_size(what: str, size: int, size_of_model: int) -> None:
     if size != size_of_model:
-        raise UnsupportedModelError(f"{what} has the size {size}, and the model has {size_of_model}")
+        raise UnsupportedModelError(f"{what} has the size {size}, but the size in the model is {size_of_model}")
 
 
 def _check_shape(name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
     if tuple(tensor.shape) != shape:
-        raise UnsupportedModelError(f"its tensor {name} has the shape {tuple(tensor.shape)}, and its config says {shape}")
+        raise UnsupportedModelError(f"its tensor {name} has the shape {tuple(tensor.shape)}, but its config says {shape}")

@@ -115,10 +115,10 @@ class ExactForward:
             model_layers(self.model)
             if find_state_modules(self.model):
                 name = type(self.model).__name__
-                why = "a rollout rounds those of prompts and of single tokens differently"
-                raise UnsupportedModelError(f"{name} keeps states, and has no exact forward: {why}")
+                why = "a rollout rounds states differently in prompts and in steps of single tokens"
+                raise UnsupportedModelError(f"{name} keeps states, so it has no exact forward: {why}")
             if length_limit(self.model) is not None:
-                raise UnsupportedModelError(f"{type(self.model).__name__} chooses keys by code that has no replacement")
+                raise UnsupportedModelError(f"{type(self.model).__name__} chooses keys with code that fa_serve cannot replace")
             if expert_modules(self.model) and not take_experts(self.model):
                 raise UnsupportedModelError(f"{type(self.model).__name__} has experts that fa_serve does not compute")
             for module in expert_modules(self.model):
@@ -162,7 +162,7 @@ class ExactForward:
             return args, kwargs  # a step of an engine, which has its own batch
         if self._fusion and self._addresses != Addresses.of(self.model):
             name = type(self.model).__name__
-            raise UnsupportedModelError(f"the parameters of {name} have got other memory: enter the exact context again")
+            raise UnsupportedModelError(f"the parameters of {name} have moved to other memory: enter the exact context again")
         dropout = active_dropout(self.model)
         if dropout is not None:
             rule = (
@@ -175,7 +175,7 @@ class ExactForward:
         kwargs = {**kwargs}
         if args:
             if len(args) > 1:
-                raise ParameterError("args", "be input_ids at most, and the rest be given by name", len(args))
+                raise ParameterError("args", "hold at most input_ids: pass the other arguments by name", len(args))
             kwargs["input_ids"] = args[0]
         for name in CACHE_NAMES:
             if kwargs.get(name) is not None:
@@ -211,7 +211,7 @@ def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> 
     """
     if tokens.shape != logits.shape[:-1]:
         shapes = f"{tuple(tokens.shape)} for logits of {tuple(logits.shape)}"
-        raise ParameterError("tokens", "have the shape of the logits without the vocabulary", shapes)
+        raise ParameterError("tokens", "have the shape of the logits without the vocabulary dimension", shapes)
     scores = logits.float()
     if temperature != 1.0 and temperature >= GREEDY_TEMPERATURE:
         # to divide by a Python number, a GPU multiplies with its reciprocal; the sampler divides by a tensor

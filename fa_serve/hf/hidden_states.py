@@ -39,7 +39,7 @@ class HiddenStateReader:
             raise UnsupportedModelError(f"the layers of {type(model).__name__} are not in one list")
         if min(depths) < 0 or max(depths) > total:
             raise UnsupportedModelError(
-                f"it reads hidden states after {', '.join(map(str, depths))} layers, and {type(model).__name__} has {total}"
+                f"it reads hidden states after {', '.join(map(str, depths))} layers, but {type(model).__name__} has {total}"
             )
 
     @contextmanager

@@ -105,8 +105,8 @@ PROVEN = frozenset(
 """Types for which tests have compared answers about images with `generate` of transformers, both from inputs of the towers
 and from prompts that the type's processor writes. Images of other types are refused."""
 WITHOUT_PROMPTS = {
-    "pp_chart2table": "its processor replaces no text by the tokens of an image",
-    "shieldgemma2": "its processor writes other prompts than it is given, by which it classifies images",
+    "pp_chart2table": "its processor does not expand any text into image tokens",
+    "shieldgemma2": "its processor replaces the given prompt with prompts that classify images",
 }
 """Types whose images are refused because their processors cannot write the prompt of a request, and the reason."""
 TwoWay = Literal["none", "images", "prompt"]
@@ -168,11 +168,11 @@ class ImageReader:
         self._model = model
         token = find_image_token(model.config)
         if token is None:
-            raise UnsupportedModelError(f"{name} takes no images: its config names no token that stands for them")
+            raise UnsupportedModelError(f"{name} takes no images: its config names no image token")
         self.image_token = token
         decoder = cast(Any, model).get_decoder()
         if decoder is None or decoder is model:
-            raise UnsupportedModelError(f"{name} takes no images: it has no language model beside a tower")
+            raise UnsupportedModelError(f"{name} takes no images: it has no separate language model")
         self._decoder: Any = decoder
         config = model.config.get_text_config()
         self.filler: int = getattr(config, "pad_token_id", None) or 0
@@ -356,7 +356,10 @@ class ImageReader:
             n for n, x in given.items() if isinstance(x, Tensor | list | tuple) and n not in {*_PLAIN, _MASK, _DEEP}
         )
         if unknown or given.get("inputs_embeds") is None:
-            raise UnsupportedModelError(f"{type(self._model).__name__} tells its language model {unknown} of an image")
+            name = type(self._model).__name__
+            raise UnsupportedModelError(
+                f"{name} passes {unknown} to its language model for an image, which fa_serve cannot handle"
+            )
         embeds = given["inputs_embeds"][0][places].split(list(counts))
         layers = [x.to(device).split(list(counts)) for x in deep]
         return [
@@ -388,8 +391,8 @@ class ImageReader:
         runs = _runs(ids == self.image_token)
         counts = [count for count in map(self.num_tokens, images) if count]
         if runs != counts:
-            rule = f"have the image tokens ({self.image_token}) of each image side by side, {counts} of them in order, and "
-            raise ParameterError("prompt", f"{rule}another token between those of two images", runs)
+            rule = f"have the image tokens ({self.image_token}) of each image next to each other, {counts} of them in this "
+            raise ParameterError("prompt", f"{rule}order, and another token between those of two images", runs)
         known = inspect.signature(holder.get_rope_index).parameters
         given: dict[str, Any] = {
             "input_ids": ids[None],
@@ -402,9 +405,7 @@ class ImageReader:
             positions, delta = holder.get_rope_index(**{name: x for name, x in given.items() if name in known})
         except Exception as error:  # a model's code may raise anything for a prompt that its processor would not write
             told = f"{type(self._model).__name__} finds no positions: {type(error).__name__}: {str(error)[:200]}"
-            rule = (
-                f"have images, and the tokens that mark images, videos and sounds, as the model's processor puts them ({told})"
-            )
+            rule = f"place images, and the tokens that mark images, videos and sounds, as the model's processor does ({told})"
             raise ParameterError("prompt", rule, ids.tolist()) from error
         return cast(Tensor, positions)[:, 0], int(delta.flatten()[0])
 

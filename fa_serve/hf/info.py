@@ -201,7 +201,7 @@ def _make_without_weights(config: PreTrainedConfig, auto: Any) -> PreTrainedMode
         raise  # transformers says what is missing
     except Exception as error:  # the code of a model may raise anything for a config that lacks something
         told = f"{type(error).__name__}: {str(error)[:200]}"
-        raise UnsupportedModelError(f"transformers makes no model of this {type(config).__name__}: {told}") from error
+        raise UnsupportedModelError(f"transformers cannot make a model from this {type(config).__name__}: {told}") from error
     return model
 
 

@@ -70,12 +70,12 @@ def check_live(model: nn.Module) -> None:
         found = _owner(parameter)
         if found is not None:
             raise UnsupportedModelError(
-                f"the parameters of {name} must be whole tensors of this process, and {_name_of(model, parameter)} is divided "
+                f"the parameters of {name} must be whole tensors of this process, but {_name_of(model, parameter)} is divided "
                 f"by {found}: give the engine another copy of the model, and call update(weights) with the gathered parameters"
             )
         if not parameter.is_floating_point():
             raise UnsupportedModelError(
-                f"the parameters of {name} must be floats, and {_name_of(model, parameter)} is {parameter.dtype}: quantised "
+                f"the parameters of {name} must be floats, but {_name_of(model, parameter)} is {parameter.dtype}: quantised "
                 "weights are not trained, so load them into an Engine"
             )
         devices.add(parameter.device)

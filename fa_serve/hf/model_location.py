@@ -114,7 +114,7 @@ def _refusal(error: Exception, model: str, revision: str | None = None) -> OSErr
     named = model if revision is None else f"{model} at the revision {revision}"
     match error:
         case GatedRepoError():
-            return OSError(f"the model {model} needs a permission: ask for it at {where}, and set HF_TOKEN")
+            return OSError(f"the model {model} is gated: request access at {where}, and set HF_TOKEN")
         case RevisionNotFoundError():
             return OSError(f"the model {model} has no revision {revision} at {where}: name a commit, a tag or a branch")
         case RepositoryNotFoundError():

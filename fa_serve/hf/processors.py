@@ -86,7 +86,7 @@ def load_image_token(path: str, *, trust_remote_code: bool) -> int:
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     token = find_image_token(config)
     if token is None:
-        raise ParameterError("images", "be empty, because the model's config names no token that stands for them", path)
+        raise ParameterError("images", "be empty, because the model's config names no image token", path)
     return token
 
 
@@ -110,7 +110,7 @@ def find_image_text(processor: Any) -> str:
         if isinstance(text, str) and text and processor.get_text_with_replacements([text], ["+"])[0] == ["+"]:
             return text
     kind = type(processor).__name__
-    raise ParameterError("images", f"be empty, because {kind} replaces no text by the tokens of an image", kind)
+    raise ParameterError("images", f"be empty, because {kind} does not expand any text into image tokens", kind)
 
 
 def processor_identity(processor: Any) -> bytes:

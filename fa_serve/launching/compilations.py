@@ -95,7 +95,7 @@ def start_compilers(count: int) -> Iterator[Compilers]:
     except ImportError:  # without Triton there is nothing to compile
         processes = None
     except OSError as error:
-        log.warning("kernels are compiled by threads alone, because no process could be started: %s", error)
+        log.warning("only threads compile kernels, because no process could be started: %s", error)
         processes = None
     try:
         yield Compilers(count, processes)
@@ -184,7 +184,7 @@ def use_kernel_cache(device: str, release: str) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        log.warning("kernels are kept in Triton's own folder, because %s cannot be made: %s", folder, error)
+        log.warning("kernels are kept in Triton's default folder, because %s cannot be created: %s", folder, error)
         return
     if os.access(folder, os.W_OK):
         os.environ["TRITON_CACHE_DIR"] = str(folder)

@@ -88,7 +88,7 @@ class CompilerProcesses:
         try:
             request = _request(compile_kernel)
         except Exception:
-            log.debug("a kernel cannot be described to another process", exc_info=True)
+            log.debug("a kernel cannot be pickled for a compiler process", exc_info=True)
             self._give_back(connection)
             return None
         limit = time.monotonic() + COMPILE_SECONDS + LATE_KERNEL_SECONDS
@@ -100,7 +100,7 @@ class CompilerProcesses:
                     return None
             compiled: bool | None = connection.recv()
         except (EOFError, OSError):
-            log.warning("a process that compiles kernels has ended; the others and threads go on")
+            log.warning("a compiler process has exited; the remaining processes and threads continue")
             connection.close()
             return None
         self._give_back(connection)
@@ -113,7 +113,7 @@ class CompilerProcesses:
                 try:
                     connection.recv()  # the sign that it is ready
                 except (EOFError, OSError):
-                    log.warning("a process that compiles kernels has ended before it was ready; threads go on")
+                    log.warning("a compiler process exited before it was ready; threads continue without it")
                 else:
                     self._free.append(connection)
             return self._free.pop() if self._free else None

@@ -83,7 +83,8 @@ def _matmul(x: Tensor, y: Tensor) -> Any:
         # one matrix for all sequences: PyTorch repeats a frozen weight if the rows are not contiguous in memory
         return ops.invariant_linear(x.flatten(0, 1), y[0].t(), None).reshape(*x.shape[:2], -1)
     raise UnsupportedModelError(
-        f"deterministic must be False for this model: it multiplies tensors of shapes {tuple(x.shape)} and {tuple(y.shape)}"
+        f"deterministic must be False for this model: it multiplies tensors of shapes {tuple(x.shape)} and {tuple(y.shape)}, "
+        "for which there is no row-invariant product"
     )
 
 
@@ -96,7 +97,9 @@ def _addmm(bias: Tensor, x: Tensor, y: Tensor, *, beta: float = 1, alpha: float 
 def _addmm_(total: Tensor, x: Tensor, y: Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
     """The residual sum of a fused product, in PyTorch."""
     if beta != 1:
-        raise UnsupportedModelError("deterministic must be False for this model: it scales what matrix products are added to")
+        raise UnsupportedModelError(
+            "deterministic must be False for this model: it scales the tensor to which a matrix product is added"
+        )
     return total.add_(ops.invariant_linear(x, y.t(), None) * alpha)
 
 

@@ -28,7 +28,7 @@ from fa_serve.spec import UnsupportedError
 
 NO_SECOND_DERIVATIVE = (
     "the gradients of an exact forward cannot be differentiated again: call backward() or torch.autograd.grad() without "
-    "create_graph=True, or compute second derivatives by the plain model, outside of fa_serve.exact"
+    "create_graph=True, or compute second derivatives with the plain model, outside of fa_serve.exact"
 )
 
 

@@ -66,7 +66,7 @@ def _as_words(x: Tensor) -> Tensor:
         or x.data_ptr() % WORD_BYTES
     ):
         raise ValueError(
-            f"a row must be one range of memory of a multiple of {WORD_BYTES} bytes, got {tuple(x.shape)} {x.dtype}"
+            f"a row must be contiguous in memory and a multiple of {WORD_BYTES} bytes long, got {tuple(x.shape)} {x.dtype}"
         )
     flat = torch.as_strided(rows, (len(x), size), (x.stride(0), 1))
     return flat.view(torch.uint8).view(torch.int64) if x.itemsize != WORD_BYTES else flat.view(torch.int64)

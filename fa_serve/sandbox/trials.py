@@ -209,7 +209,7 @@ class Trials:
         if self.closed:
             raise Cancelled
         within = f" within {START_SECONDS:g} seconds" if late else ""
-        raise TrialProcessError(f"the process that works with {self.limits.setting}s on trial did not start{within}")
+        raise TrialProcessError(f"the sandbox process for {self.limits.setting}s did not start{within}")
 
     def _launch(self) -> tuple[subprocess.Popen[bytes], socket.socket]:
         control, theirs = socket.socketpair()
@@ -321,14 +321,12 @@ class Trial:
                     raise self._trials.limits.error(time=False)
                 if was_new:
                     raise TrialProcessError(
-                        f"the process that works with {self._trials.limits.setting}s on trial gets no memory from the system"
+                        f"the sandbox process for {self._trials.limits.setting}s got no memory from the system"
                     )
             child = None
             if file is not None:
                 os.lseek(file, place, os.SEEK_SET)  # the child shares the file's position, and may have written
-        raise TrialProcessError(
-            f"the process that works with {self._trials.limits.setting}s on trial has died {ATTEMPTS} times"
-        )
+        raise TrialProcessError(f"the sandbox process for {self._trials.limits.setting}s died {ATTEMPTS} times")
 
     def _attempt(self, child: _Child, request: bytes | memoryview, file: int | None) -> bytes:
         """The child's reply, or nothing if it or its process has died. Then the connection has been closed."""

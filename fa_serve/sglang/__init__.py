@@ -45,7 +45,7 @@ def register() -> None:
         absent = [str(error)]
     if absent:
         raise UnsupportedError(
-            f"fa_serve cannot serve SGLang {version}: it lacks {', '.join(absent)}; "
+            f"fa_serve does not support SGLang {version}: it lacks {', '.join(absent)}; "
             "unset FA_SERVE_SGLANG or install another release"
         )
     if NAME not in ATTENTION_BACKEND_CHOICES:

@@ -48,18 +48,18 @@ class RadixBackend(AttentionBackend):  # type: ignore[misc]
         pool = model_runner.token_to_kv_pool
         page_size = model_runner.page_size
         if model_runner.use_mla_backend:
-            raise UnsupportedError("fa_serve's backend for SGLang has no MLA; choose another --attention-backend")
+            raise UnsupportedError("fa_serve's backend for SGLang does not support MLA; choose another --attention-backend")
         if type(pool) is not MHATokenToKVPool:
             raise UnsupportedError(
-                f"fa_serve's backend for SGLang reads the cache of MHATokenToKVPool, got {type(pool).__name__}; for a model "
-                "with sliding windows, start SGLang with --disable-hybrid-swa-memory"
+                f"fa_serve's backend for SGLang reads only the cache of MHATokenToKVPool, got {type(pool).__name__}; for a "
+                "model with sliding windows, start SGLang with --disable-hybrid-swa-memory"
             )
         if pool.dtype not in DTYPES:
             names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
-            raise UnsupportedError(f"fa_serve's backend for SGLang reads caches of {names}, got {pool.dtype}")
+            raise UnsupportedError(f"fa_serve's backend for SGLang reads only caches of {names}, got {pool.dtype}")
         if pool.k_buffer[0].dim() != 3:
             raise UnsupportedError(
-                "fa_serve's backend for SGLang reads caches of (slots, kv_heads, dim); unset SGLANG_USE_HND_KVCACHE"
+                "fa_serve's backend for SGLang reads only caches of shape (slots, kv_heads, dim); unset SGLANG_USE_HND_KVCACHE"
             )
         if page_size % 16:
             raise UnsupportedError(f"fa_serve's backend for SGLang needs --page-size 16 or a multiple of it, got {page_size}")
@@ -158,13 +158,14 @@ class RadixBackend(AttentionBackend):  # type: ignore[misc]
     ) -> Tensor:
         unknown = sorted(name for name, value in others.items() if value is not None and value is not False)
         if layer.is_cross_attention or layer.attn_type is not AttentionType.DECODER:
-            unknown.append("attention of encoders")
+            unknown.append("encoder attention")
         if getattr(layer, "xai_temperature_len", -1) > 0:
-            unknown.append("temperature by position (xai_temperature_len)")
+            unknown.append("a temperature that depends on the position (xai_temperature_len)")
         if self._attention_chunk and getattr(layer, "use_irope", False):
-            unknown.append("chunks of keys (use_irope)")
+            unknown.append("chunked attention (use_irope)")
         if unknown:
-            raise UnsupportedError(f"fa_serve's backend for SGLang has no {', '.join(unknown)}; choose another one")
+            names = ", ".join(unknown)
+            raise UnsupportedError(f"fa_serve's backend for SGLang does not support {names}; choose another one")
         pool = self.token_to_kv_pool
         if save_kv_cache and k is not None and v is not None:
             pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc), k, v, layer.k_scale, layer.v_scale)
@@ -219,7 +220,11 @@ class RadixBackend(AttentionBackend):  # type: ignore[misc]
 
     def _require_plain(self, forward_batch: Any) -> None:
         if forward_batch.spec_info is not None:
-            raise UnsupportedError("fa_serve's backend for SGLang has no speculative decoding; choose another backend for it")
+            raise UnsupportedError(
+                "fa_serve's backend for SGLang does not support speculative decoding; choose another backend for it"
+            )
         for name in ("attn_cp_metadata", "dcp_kv_mask"):
             if getattr(forward_batch, name, None) is not None:
-                raise UnsupportedError(f"fa_serve's backend for SGLang has no context parallelism ({name}); choose another one")
+                raise UnsupportedError(
+                    f"fa_serve's backend for SGLang does not support context parallelism ({name}); choose another one"
+                )

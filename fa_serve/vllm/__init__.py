@@ -40,7 +40,7 @@ def register() -> None:
     absent = missing(installed(MODULES, REQUIRED), REQUIRED)
     if absent:
         raise UnsupportedError(
-            f"fa_serve cannot serve vLLM {version}: it lacks {', '.join(absent)}; "
+            f"fa_serve does not support vLLM {version}: it lacks {', '.join(absent)}; "
             "unset FA_SERVE_VLLM or install another release"
         )
     register_backend(AttentionBackendEnum.CUSTOM, BACKEND)

@@ -113,7 +113,7 @@ class PagedBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> PagedMetadata:
         step = common_attn_metadata
         if isinstance(step.causal, Tensor):
-            raise UnsupportedError("fa_serve attends causally or not for a whole step, but vLLM asks for both in one")
+            raise UnsupportedError("fa_serve computes a whole step either causally or not, but vLLM asks for both in one step")
         return PagedMetadata(
             num_actual_tokens=step.num_actual_tokens,
             max_query_len=rounded_up(step.max_query_len),
@@ -160,7 +160,8 @@ class PagedAttention(AttentionImpl):  # type: ignore[misc]
         if getattr(attn_type, "value", attn_type) != "decoder":
             unknown["attn_type"] = attn_type
         if unknown:
-            raise UnsupportedError(f"fa_serve's backend for vLLM has no {', '.join(sorted(unknown))}; choose another backend")
+            names = ", ".join(sorted(unknown))
+            raise UnsupportedError(f"fa_serve's backend for vLLM does not support {names}; choose another backend")
         self.num_heads = num_heads
         self.head_size = head_size
         self.scale = float(scale)
@@ -194,7 +195,9 @@ class PagedAttention(AttentionImpl):  # type: ignore[misc]
     ) -> Tensor:
         """Attend to the cache: query (tokens, heads, dim), written to `output` of the same shape, which is returned."""
         if output_scale is not None or output_block_scale is not None:
-            raise UnsupportedError("fa_serve's backend for vLLM writes its output unquantised; turn the fusion of outputs off")
+            raise UnsupportedError(
+                "fa_serve's backend for vLLM does not quantise its output; turn off vLLM's fusion of attention and quantisation"
+            )
         if attn_metadata is None:
             return output.fill_(0)  # vLLM runs the model to measure its memory
         k_cache, v_cache = self._caches(kv_cache)

@@ -50,7 +50,7 @@ def test_the_list_has_messages_of_every_kind() -> None:
         ),
         Message(HTTP, "The model ... does not exist. This server serves ...", "404"),
         Message(HTTP, "tool_choice is only allowed with tools", "400"),
-        Message(REASONS, "does not compute ..., which the call uses", ""),
+        Message(REASONS, "does not support ..., which the call uses", ""),
         Message(LOG, "out of memory in a step of ... tokens: from now on steps have at most half as many", ""),
     ):
         assert message in found

@@ -52,7 +52,7 @@ def test_deterministic_mode_refuses_float8_products() -> None:
 @pytest.mark.parametrize("precision", ["qk8", "fp8"])
 def test_a_device_without_float8_products_is_refused_at_start(precision: str) -> None:
     with pytest.raises(
-        ParameterError, match=r"hopper runs on Hopper .* only, got cpu; triton .*; sdpa computes in q's dtype"
+        ParameterError, match=r"hopper runs on Hopper .* only, got cpu; triton .*; sdpa computes only in q's dtype"
     ) as error:
         Engine(EngineConfig(device="cpu", attention_precision=precision))
     assert error.value.field == "attention_precision"

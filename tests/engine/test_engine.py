@@ -404,7 +404,7 @@ def test_no_more_than_max_waiting_requests_wait(make_engine) -> None:
     engine = make_engine(max_num_seqs=2, max_waiting=1)
     for name in "abc":
         engine.add_request(name, [1], GREEDY)
-    with pytest.raises(QueueFullError, match="1 requests wait already"):
+    with pytest.raises(QueueFullError, match="1 requests are already waiting"):
         engine.add_request("d", [1], GREEDY)
     engine.abort("b")
     engine.add_request("d", [1], GREEDY)

@@ -87,7 +87,7 @@ NOTES: dict[str, tuple[str, str]] = {
     "min_seqlen_k": (NO_EFFECT, "the kernels choose"),
     "seqlen_k_per_split": (NO_EFFECT, "the kernels choose"),
     "disable_scheduler_metadata": (NO_EFFECT, ""),
-    "gather_kv_indices": (REFUSED, "the kernels do not gather single keys"),
+    "gather_kv_indices": (REFUSED, "the kernels do not gather individual keys"),
     "score_mod": (REFUSED, "kernels are compiled before the call"),
     "score_mod_bwd": (REFUSED, "as `score_mod`"),
     "mask_mod": (REFUSED, "as `score_mod`; a mask or a block mask goes to `fa_serve.attention`"),

@@ -105,7 +105,7 @@ def test_a_float8_cache() -> None:
     keys = k_cache.float() * descale[:, None]
     exact = flash_attn_with_kvcache(q, keys, v_cache.float() * descale[:, None], cache_seqlens=4, causal=True)
     torch.testing.assert_close(out, exact, rtol=1e-5, atol=2e-6)
-    with pytest.raises(ParameterError, match="k_descale must be"):
+    with pytest.raises(ParameterError, match="k_descale must have the shape"):
         interface.flash_attn_with_kvcache(q, k_cache, v_cache, k_descale=torch.ones(2, KV_HEADS), v_descale=descale, **words)
 
 

@@ -179,7 +179,7 @@ def test_float8_queries_are_refused_before_anything_is_computed(dtype: torch.dty
         lambda: fa3.flash_attn_with_kvcache(q, k, v, k, v, cache_seqlens=ends[:1], rotary_cos=angles, rotary_sin=angles),
     )
     for call in calls:
-        with pytest.raises(ParameterError, match="the kernels take float8 in a KV cache only") as caught:
+        with pytest.raises(ParameterError, match="the kernels support float8 only in a KV cache") as caught:
             call()
         assert (caught.value.field, caught.value.code) == ("q", "unsupported")
 

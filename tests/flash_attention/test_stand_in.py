@@ -77,7 +77,7 @@ def test_what_importing_refuses_and_installs() -> None:
 def test_a_warning_when_transformers_was_first() -> None:
     program = "import logging, transformers, fa_serve.flash_attn; logging.basicConfig(); fa_serve.flash_attn.install()"
     ended = after_torch(program)
-    assert "transformers has been imported before install()" in ended.stderr
+    assert "transformers was imported before install()" in ended.stderr
 
 
 # transformers offers FlashAttention-2 on GPUs only: this machine says that it has one, and tensors stay on the CPU.

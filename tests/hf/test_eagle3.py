@@ -131,30 +131,34 @@ def test_a_head_that_knows_all_tokens_has_no_table(tmp_path, model) -> None:
 
 
 REFUSED = {
-    "another kind": ({"speculators_model_type": "dflash"}, {}, "its config says dflash, and not"),
-    "no architecture": ({"architectures": None}, {}, "its config says no architecture, and not"),
-    "layers": ({"num_hidden_layers": 2}, {}, "a value of num_hidden_layers that fa_serve does not know"),
+    "another kind": ({"speculators_model_type": "dflash"}, {}, "its config says dflash instead of"),
+    "no architecture": ({"architectures": None}, {}, "its config says no architecture instead of"),
+    "layers": ({"num_hidden_layers": 2}, {}, "a value of num_hidden_layers that fa_serve does not support"),
     "layer": ({"model_type": "qwen3"}, {}, "a value of model_type"),
     "norm": ({"norm_before_fc": True}, {}, "a value of norm_before_fc"),
     "top layer": ({"eagle_config": {"use_aux_hidden_state": False}}, {}, "a value of use_aux_hidden_state"),
     "quantised": ({"quantization_config": {"quant_method": "fp8"}}, {}, "a value of quantization_config"),
-    "states": ({"target_hidden_size": 48}, {}, "each hidden state that it takes has the size 48, and the model has 32"),
-    "vocabulary": ({"vocab_size": 400}, {}, "its vocabulary has the size 400, and the model has 320"),
+    "states": (
+        {"target_hidden_size": 48},
+        {},
+        "each hidden state that it takes has the size 48, but the size in the model is 32",
+    ),
+    "vocabulary": ({"vocab_size": 400}, {}, "its vocabulary has the size 400, but the size in the model is 320"),
     "number of states": (
         {"eagle_aux_hidden_state_layer_ids": [0, 1]},
         {},
-        r"its tensor fc.weight has the shape \(32, 96\), and its config says \(32, 64\)",
+        r"its tensor fc.weight has the shape \(32, 96\), but its config says \(32, 64\)",
     ),
     "missing": ({}, {"lm_head.weight": None}, "its checkpoint lacks lm_head.weight"),
     "unknown": ({}, {"fc_norm.weight": torch.ones(3)}, "tensors that fa_serve does not know: fc_norm.weight"),
-    "no table": ({}, {"d2t": None}, "its vocabulary has 280 tokens, and its checkpoint has no d2t"),
+    "no table": ({}, {"d2t": None}, "its vocabulary has 280 tokens, but its checkpoint has no d2t"),
     "short table": ({}, {"d2t": torch.zeros(3, dtype=torch.int64)}, r"its tensor d2t has the shape \(3,\)"),
-    "wrong table": ({}, {"d2t": torch.full((280,), 300)}, "its d2t names a token twice, or one beyond the 320 of the model"),
+    "wrong table": ({}, {"d2t": torch.full((280,), 300)}, "its d2t names a token twice, or one outside the model's 320 tokens"),
     "embedding": ({}, {"embed_tokens.weight": torch.ones(320, 8)}, r"embed_tokens.weight has the shape \(320, 8\)"),
     "no embedding": (
         {"hidden_size": 16, "target_hidden_size": 32},
         {},
-        "its hidden size, without an embedding in its checkpoint, has the size 16, and the model has 32",
+        "each embedding that it takes \\(its checkpoint has none\\) has the size 16, but the size in the model is 32",
     ),
 }
 

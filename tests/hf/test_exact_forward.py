@@ -185,7 +185,7 @@ def test_an_engine_and_the_context_share_merged_weights_and_see_other_memory() -
     with first:
         for parameter in model.parameters():
             parameter.data = parameter.data.neg()
-        with pytest.raises(UnsupportedModelError, match="have got other memory: enter the exact context again"):
+        with pytest.raises(UnsupportedModelError, match="have moved to other memory: enter the exact context again"):
             model(input_ids=ids)
 
 
@@ -199,7 +199,7 @@ def test_a_context_around_one_that_found_other_memory_refuses_to_go_on() -> None
             parameter.data = 1.5 * parameter.data
         with exact:
             inner = model(input_ids=ids).logits
-        with pytest.raises(UnsupportedModelError, match="have got other memory: enter the exact context again"):
+        with pytest.raises(UnsupportedModelError, match="have moved to other memory: enter the exact context again"):
             model(input_ids=ids)
     with exact:
         assert torch.equal(model(input_ids=ids).logits, inner)
@@ -322,7 +322,7 @@ def test_what_a_training_forward_does_not_have_is_refused() -> None:
                 model(**given)
     with pytest.raises(UnsupportedModelError, match="a model of transformers is needed"):
         fa_serve.exact(nn.Linear(2, 2))
-    with pytest.raises(UnsupportedModelError, match="Qwen3NextForCausalLM keeps states, and has no exact forward"):
+    with pytest.raises(UnsupportedModelError, match="Qwen3NextForCausalLM keeps states, so it has no exact forward"):
         fa_serve.exact(BY_NAME["qwen3-next"].build())
 
 
@@ -408,5 +408,5 @@ def test_dropout_is_refused_where_it_would_drop_something() -> None:
 @pytest.mark.parametrize("shape", [(2, 1), (2, 4), (5,)])
 def test_tokens_of_other_shapes_are_refused(shape: tuple[int, ...]) -> None:
     """(2, 1) and (5,) would broadcast to numbers of other tokens."""
-    with pytest.raises(ParameterError, match=r"tokens must have the shape of the logits without the vocabulary, got"):
+    with pytest.raises(ParameterError, match=r"tokens must have the shape of the logits without the vocabulary dimension, got"):
         fa_serve.token_logprobs(torch.zeros(2, 5, 7), torch.zeros(shape, dtype=torch.int64))

@@ -212,7 +212,7 @@ def test_a_graph_may_be_kept_and_second_derivatives_are_refused() -> None:
     total.backward(retain_graph=True)
     for name, gradient in trained(model).items():
         torch.testing.assert_close(gradient, 2 * first[name])
-    with pytest.raises(UnsupportedError, match="create_graph=True, or compute second derivatives by the plain model"):
+    with pytest.raises(UnsupportedError, match="create_graph=True, or compute second derivatives with the plain model"):
         torch.autograd.grad(total, [model.model.embed_tokens.weight], create_graph=True)
 
 

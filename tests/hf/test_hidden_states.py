@@ -44,7 +44,7 @@ def test_a_failed_forward_leaves_no_hook() -> None:
 def test_layers_that_are_not_there() -> None:
     model = make_model()
     for depths in ((0, 1, 3), (-1, 0, 1)):
-        with pytest.raises(UnsupportedModelError, match=r"it reads hidden states after .* layers, and LlamaForCausalLM has 2"):
+        with pytest.raises(UnsupportedModelError, match=r"it reads hidden states after .* layers, but LlamaForCausalLM has 2"):
             HiddenStateReader(model, depths)
     model.model.layers = nn.ModuleList([*model.model.layers, nn.Identity()])
     with pytest.raises(UnsupportedModelError, match="the layers of LlamaForCausalLM are not in one list"):

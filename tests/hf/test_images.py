@@ -114,13 +114,15 @@ def test_types_that_are_not_proven_are_refused(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(images, "PROVEN", {"chameleon", "llama"})
     reader = ImageReader(model)
     inputs = {"input_ids": torch.full((1, 4), IMAGE), "pixel_values": torch.zeros(1, 3, 32, 32)}
-    with pytest.raises(UnsupportedModelError, match=r"tells its language model \['pixel_values'\] of an image"):
+    with pytest.raises(UnsupportedModelError, match=r"passes \['pixel_values'\] to its language model for an image"):
         reader.encode(inputs)
 
 
 def test_types_without_prompts_are_refused_with_the_reason() -> None:
     assert images.PROVEN.isdisjoint(images.WITHOUT_PROMPTS)
-    with pytest.raises(UnsupportedModelError, match=r"images of .* \(shieldgemma2\) are refused, because its processor writes"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"images of .* \(shieldgemma2\) are refused, because its processor replaces"
+    ):
         ImageReader(tiny_model("shieldgemma2", CHANGES["shieldgemma2"]))
 
 
@@ -128,5 +130,5 @@ def test_a_model_without_images_says_so(monkeypatch: pytest.MonkeyPatch) -> None
     from tiny_models import make_model
 
     monkeypatch.setattr(images, "PROVEN", {"llama"})
-    with pytest.raises(UnsupportedModelError, match="its config names no token that stands for them"):
+    with pytest.raises(UnsupportedModelError, match="its config names no image token"):
         ImageReader(make_model("llama"))

@@ -50,7 +50,7 @@ def test_states_are_told_with_their_bytes(tmp_path: Any) -> None:
     assert describe(BY_NAME["llama"].make_config()).states == []
     config.save_pretrained(tmp_path)
     told = run(str(tmp_path)).output
-    assert "engine: runs it\nstates: 0.005371 MiB a sequence" in told
+    assert "engine: runs it\nstates: 0.005371 MiB per sequence; prompts with a cached prefix start from them" in told
     assert "  1 x delta (4, 16, 16) float32" in told
 
 
@@ -76,8 +76,8 @@ def test_an_encoder_is_told_by_its_task(tmp_path: Any) -> None:
         "encoder: runs it (fa-serve serve, Encoder), for the task embed\n",
         "  gives: 32 numbers in a vector, of length 1\n",
         "  pooling: cls\n",
-        "  batches: packed, ",
-        "  tokens of an input: at most 48, by its folder\n",
+        "  batches: packed (tested on a layer with random weights)\n",
+        "  tokens per input: at most 48 (from the model's folder)\n",
         "  prompts: query\n",
         "  routes: /v1/embeddings, ",
     ):
@@ -100,7 +100,7 @@ def test_an_encoder_that_is_padded_runs_and_one_that_is_refused_does_not(tmp_pat
     assert "  batches: padded, " in padded.output
     refused = run(str(save_encoder(tmp_path / "bad", "bert", [("Pooling", {}), ("LSTM", {})])))
     assert refused.exit_code == 1
-    assert "encoder: refused: model must have modules that are Pooling, " in refused.output
+    assert "encoder: refused: model must have only these modules after a Transformer: Pooling, " in refused.output
     divided = run(str(tmp_path / "mpnet"), "--tensor-parallel", "2")
     assert (divided.exit_code, "tensor parallel: an encoder runs on one rank" in divided.output) == (1, True)
 
@@ -108,8 +108,13 @@ def test_an_encoder_that_is_padded_runs_and_one_that_is_refused_does_not(tmp_pat
 @pytest.mark.parametrize(
     ("model_type", "architecture", "part", "why"),
     [
-        ("clip", "CLIPModel", "text_config: CLIPTextModel", "it gives CLIPOutput, which has no last_hidden_state"),
-        ("siglip", "SiglipModel", "vision_config: SiglipVisionModel", "it gives SiglipOutput, which has no last_hidden_state"),
+        ("clip", "CLIPModel", "text_config: CLIPTextModel", "it returns CLIPOutput, which has no last_hidden_state"),
+        (
+            "siglip",
+            "SiglipModel",
+            "vision_config: SiglipVisionModel",
+            "it returns SiglipOutput, which has no last_hidden_state",
+        ),
         ("convnext", "ConvNextModel", "not tried: its forward calls no attention", "its main input is pixel_values"),
         ("dinov3_convnext", "DINOv3ConvNextModel", "model: DINOv3ConvNextModel", "its main input is pixel_values"),
         ("wav2vec2", "Wav2Vec2Model", "model: Wav2Vec2Model", "its main input is input_values"),
@@ -134,14 +139,14 @@ def test_an_encoder_whose_number_of_layers_is_fixed_is_described(tmp_path: Path)
     done = run(str(tmp_path))
     assert done.exit_code == 0
     assert "encoder: runs it (fa-serve serve, Encoder), for the task embed\n  gives: 768 numbers in a vector\n" in done.output
-    assert "  batches: packed if its code follows packed sequences, which is tried at the start\n" in done.output
+    assert "  batches: packed if its code supports packed sequences, which is tested at the start\n" in done.output
 
 
 def test_a_config_of_which_no_model_can_be_made_is_refused_with_the_reason(tmp_path: Path) -> None:
     AutoConfig.for_model("esm", architectures=["EsmModel"]).save_pretrained(tmp_path)
     done = run(str(tmp_path))
     assert done.exit_code == 2
-    assert "transformers makes no model of this EsmConfig: TypeError: empty()" in done.output
+    assert "transformers cannot make a model from this EsmConfig: TypeError: empty()" in done.output
 
 
 def test_what_transformers_says_of_a_config_is_passed_on() -> None:
@@ -153,11 +158,11 @@ def test_what_transformers_says_of_a_config_is_passed_on() -> None:
 
 def test_whether_a_generator_takes_images(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     tiny_config("llava").save_pretrained(tmp_path)
-    assert "engine: runs it\nimages: taken\n" in run(str(tmp_path)).output
+    assert "engine: runs it\nimages: accepted\n" in run(str(tmp_path)).output
     monkeypatch.setattr("fa_serve.hf.images.PROVEN", frozenset())
-    assert "images: not taken, because images of Llava" in run(str(tmp_path)).output
+    assert "images: not accepted, because images of Llava" in run(str(tmp_path)).output
     tiny_config("llama").save_pretrained(tmp_path)
-    assert "images: not taken, because it has no towers\n" in run(str(tmp_path)).output
+    assert "images: not accepted, because it has no towers\n" in run(str(tmp_path)).output
 
 
 def test_windows_sinks_softcap_masks_and_dims_by_layer() -> None:
@@ -244,7 +249,7 @@ def test_heads_too_large_for_a_kernel() -> None:
     assert last.latent is None
     assert (window.head_dim, full.head_dim) == (256, 512)
     assert explain(window)["hopper"] is None
-    assert explain(full)["hopper"] == "has head sizes of a multiple of 8 up to 256, got 512"
+    assert explain(full)["hopper"] == "supports head sizes that are multiples of 8 up to 256, got 512"
     assert explain(full)["triton"] is None
     assert explain(decoding(last))["triton"] is None
     wider = replace(full, head_dim=520)
@@ -269,12 +274,12 @@ def test_latent_attention_is_told(tmp_path: Path) -> None:
     for change, reason in (
         ({"window_size": (99, 0)}, "got a window"),
         ({"softcap": True, "sinks": True}, "got softcap, sinks"),
-        ({"head_dim_v": 400}, "has values of up to 512 numbers in keys with up to 128 more, got 400 and 176"),
+        ({"head_dim_v": 400}, "supports values of up to 512 numbers in keys with up to 128 more, got 400 and 176"),
     ):
         assert reason in str(explain(replace(decode, **change))["triton"])
     config.save_pretrained(tmp_path)
     done = run(str(tmp_path), "--arch", "90")
-    assert "latent: the engine caches 512 + 64 numbers a token, or 10240 if it cannot prove the layer" in done.output
+    assert "latent: the engine caches 512 + 64 numbers per token, or 10240 if it cannot prove the layer" in done.output
     assert "prefill: hopper, decoding: triton" in done.output
 
 

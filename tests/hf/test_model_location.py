@@ -77,7 +77,7 @@ def hub(set_hub: Callable[[str], None]) -> Iterator[Callable[..., list[str]]]:
     [
         (401, "RepoNotFound", "is neither a folder nor a model at .*, or it is private: correct the name, or set HF_TOKEN"),
         (404, "RepoNotFound", "is neither a folder nor a model at .*: correct the name, or set HF_TOKEN"),
-        (403, "GatedRepo", "needs a permission: ask for it at http.*/somebody/model, and set HF_TOKEN"),
+        (403, "GatedRepo", "is gated: request access at http.*/somebody/model, and set HF_TOKEN"),
         (404, "EntryNotFound", "has no config.json at http.*: name a model in the format of transformers"),
         (503, None, "cannot be loaded: http.*/somebody/model answers with 503"),
     ],
@@ -182,7 +182,7 @@ def test_a_folder_has_no_revisions(cache: Path, tmp_path: Path, model: str) -> N
     [
         (404, "RevisionNotFound", "has no revision v1 at http.*/somebody/model: name a commit, a tag or a branch"),
         (404, "RepoNotFound", "is neither a folder nor a model at .*: correct the name, or set HF_TOKEN"),
-        (403, "GatedRepo", "needs a permission: ask for it at http.*/somebody/model, and set HF_TOKEN"),
+        (403, "GatedRepo", "is gated: request access at http.*/somebody/model, and set HF_TOKEN"),
         (503, None, "at the revision v1 cannot be loaded: http.*/somebody/model answers with 503"),
     ],
 )

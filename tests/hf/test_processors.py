@@ -139,14 +139,14 @@ def test_the_text_that_stands_for_an_image(llava: Any, folder: Path) -> None:
     assert qianfan.image_token == "<IMG_CONTEXT>"
     assert find_image_text(qianfan) == "<image>"
     llava.image_token = None
-    with pytest.raises(ParameterError, match="images must be empty, because LlavaProcessor replaces no text by the tokens"):
+    with pytest.raises(ParameterError, match="images must be empty, because LlavaProcessor does not expand any text"):
         find_image_text(llava)
 
 
 def test_a_processor_that_replaces_nothing_is_refused_when_it_is_loaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kind = type(AutoProcessor.from_pretrained(folder))
     monkeypatch.setattr(kind, "get_text_with_replacements", lambda self, text, *_: (text, []))
-    with pytest.raises(ParameterError, match="LlavaProcessor replaces no text by the tokens of an image"):
+    with pytest.raises(ParameterError, match="LlavaProcessor does not expand any text into image tokens"):
         load_processor(str(folder), trust_remote_code=False)
 
 
@@ -162,5 +162,5 @@ def test_the_token_of_the_model(folder: Path, tmp_path: Path) -> None:
     model = make_model("llama")
     assert find_image_token(model.config) is None
     model.config.save_pretrained(tmp_path)
-    with pytest.raises(ParameterError, match="images must be empty, because the model's config names no token"):
+    with pytest.raises(ParameterError, match="images must be empty, because the model's config names no image token"):
         load_image_token(str(tmp_path), trust_remote_code=False)

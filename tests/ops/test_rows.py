@@ -28,5 +28,5 @@ def test_rows_go_there_and_back() -> None:
     "x", [torch.zeros(4, 3, dtype=torch.bfloat16), torch.zeros(4, 8, 8)[:, :, :4]], ids=["6 bytes", "not dense"]
 )
 def test_a_row_must_be_one_range_of_words(x: torch.Tensor) -> None:
-    with pytest.raises(ValueError, match="a row must be one range of memory of a multiple of 8 bytes"):
+    with pytest.raises(ValueError, match="a row must be contiguous in memory and a multiple of 8 bytes long"):
         ops.RowTable([x])

@@ -177,9 +177,7 @@ def test_a_process_that_starts_too_late_is_ended(held: Trials, tmp_path: Path, m
     (tmp_path / "hold").touch()
     with monkeypatch.context() as patch:
         patch.setattr(module, "START_SECONDS", 1.0)
-        with pytest.raises(
-            TrialProcessError, match="the process that works with tests on trial did not start within 1 seconds"
-        ):
+        with pytest.raises(TrialProcessError, match="the sandbox process for tests did not start within 1 seconds"):
             held.trial().run(b"x")
     assert held._process is None
     (tmp_path / "hold").unlink()
@@ -251,7 +249,7 @@ def test_work_whose_process_dies_is_done_again(held: Trials, tmp_path: Path) -> 
 
 
 def test_work_whose_process_dies_each_time(held: Trials) -> None:
-    with pytest.raises(TrialProcessError, match="the process that works with tests on trial has died 2 times"):
+    with pytest.raises(TrialProcessError, match="the sandbox process for tests died 2 times"):
         held.trial().run(b"deadly")
     assert held.trial().run(b"x") == b"done\n"
 
@@ -263,7 +261,7 @@ def test_who_refuses_memory(held: Trials) -> None:
         trial.run(b"greedy")
     assert str(error.value) == f"end within {256 << 20} bytes (--test-memory)"
     assert trial.seconds < 1, "the processor's time, as of work that ends"
-    with pytest.raises(TrialProcessError, match="the process that works with tests on trial gets no memory from the system"):
+    with pytest.raises(TrialProcessError, match="the sandbox process for tests got no memory from the system"):
         held.trial().run(b"poor")
     assert held.trial().run(b"x") == b"done\n"
 

@@ -70,5 +70,8 @@ def test_the_process_ends_for_a_template_that_holds_the_interpreter(text, tmp_pa
 
 
 def test_more_pages_than_memory():
-    with pytest.raises(ParameterError, match=r"num_pages must be at most \d+: .* KiB a page, .* GiB of memory are available"):
+    with pytest.raises(
+        ParameterError,
+        match=r"num_pages must be at most \d+: a page of .* tokens takes .* KiB in .* GiB of memory are available",
+    ):
         Engine(EngineConfig(device="cpu", num_pages=10**12))

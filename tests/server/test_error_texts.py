@@ -344,7 +344,7 @@ async def test_a_tool_whose_parameters_never_end_is_named(serving, engine, choic
         status, message, param, _ = await refusal(client, "/v1/chat/completions", json=CHAT | {"tools": [tool]} | more)
     assert (status, param) == (400, "tools")
     assert message.startswith(
-        "tools: json_schema must have references that end, and '#/$defs/add/$defs/a' leads back to itself"
+        "tools: json_schema must have no endless references, but '#/$defs/add/$defs/a' leads back to itself"
     )
 
 

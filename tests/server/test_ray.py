@@ -393,4 +393,4 @@ def test_without_ray_one_sentence_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     done = CliRunner().invoke(app, ["ray"])
     assert done.exit_code == 2
-    assert done.stderr.startswith("fa-serve: the command ray needs the ray extra, pip install '.[server,ray]' in a clone: ")
+    assert done.stderr.startswith("fa-serve: the command ray needs the ray extra (in a clone: pip install '.[server,ray]'): ")

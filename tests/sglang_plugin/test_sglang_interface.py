@@ -56,7 +56,7 @@ def test_an_unknown_release_is_refused_with_a_sentence(sglang: ModuleType, monke
     monkeypatch.setenv("FA_SERVE_SGLANG", "1")
     monkeypatch.delattr(sglang.pools, "KVWriteLoc")
     with pytest.raises(
-        UnsupportedError, match=r"cannot serve SGLang 0\.9\.9: it lacks KVWriteLoc\(loc\); unset FA_SERVE_SGLANG"
+        UnsupportedError, match=r"does not support SGLang 0\.9\.9: it lacks KVWriteLoc\(loc\); unset FA_SERVE_SGLANG"
     ):
         fa_serve.sglang.register()
     assert sglang.registered == {}

@@ -64,17 +64,17 @@ REASONS = (
     Reason("cross", ("encoder-decoder",), "It is an encoder-decoder, and the cache of pages has no place for cross-attention."),
     Reason(
         "positions",
-        ("takes no ['position_ids']", "hand position_ids down"),
+        ("takes no ['position_ids']", "pass position_ids on"),
         "Its forward takes no `position_ids`, which packed prompts need.",
     ),
     Reason("twice", ("attends more than once",), "A layer attends more than once, and the cache has one place for a layer."),
     Reason("bias", ("position_bias",), "It adds a bias to its scores, which attention over pages cannot do."),
     Reason(
         "state",
-        ("keeps a state by code", "keeps more than keys and values", "n-gram states", "sparse and linear attention"),
-        "It keeps something of a sequence other than keys and values, by code that has no replacement.",
+        ("keeps a state with code", "keeps more than keys and values", "n-gram states", "sparse and linear attention"),
+        "It keeps something of a sequence other than keys and values, with code that fa_serve cannot replace.",
     ),
-    Reason("keys", ("chooses keys by code",), "Its queries choose keys by code that has no replacement."),
+    Reason("keys", ("chooses keys with code",), "Its queries choose keys with code that fa_serve cannot replace."),
     Reason(
         "images",
         ("not proven against generate", "have not been compared"),

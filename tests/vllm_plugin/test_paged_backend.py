@@ -155,17 +155,17 @@ def test_layers_that_share_a_cache_do_not_write_it(backend: Any, vllm: ModuleTyp
     ],
 )
 def test_what_the_kernels_lack_is_refused_by_name(backend: Any, words: dict[str, Any], name: str) -> None:
-    with pytest.raises(UnsupportedError, match=f"has no {name};"):
+    with pytest.raises(UnsupportedError, match=f"does not support {name};"):
         backend.get_impl_cls()(HEADS, DIM, 0.3, **words)
 
 
 def test_quantised_outputs_and_masks_for_each_sequence_are_refused(backend: Any, vllm: ModuleType) -> None:
     impl = backend.get_impl_cls()(HEADS, DIM, 0.3)
-    with pytest.raises(UnsupportedError, match="unquantised"):
+    with pytest.raises(UnsupportedError, match="does not quantise its output"):
         impl.forward(None, None, None, None, None, None, torch.ones(1, HEADS, DIM), output_scale=torch.ones(1))
     common, _ = step(vllm)
     common.causal = torch.ones(4, dtype=torch.bool)
-    with pytest.raises(UnsupportedError, match="causally or not for a whole step"):
+    with pytest.raises(UnsupportedError, match="a whole step either causally or not"):
         backend.get_builder_cls()(None, [], None, torch.device("cpu")).build(0, common)
 
 

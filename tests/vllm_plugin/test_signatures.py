@@ -60,6 +60,8 @@ def test_registered_with_the_variable(vllm: ModuleType, monkeypatch: pytest.Monk
 def test_an_unknown_release_is_refused_with_a_sentence(vllm: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FA_SERVE_VLLM", "1")
     monkeypatch.delattr(vllm.backend, "MultipleOf")
-    with pytest.raises(UnsupportedError, match=r"cannot serve vLLM 0\.99\.0: it lacks MultipleOf\(base\); unset FA_SERVE_VLLM"):
+    with pytest.raises(
+        UnsupportedError, match=r"does not support vLLM 0\.99\.0: it lacks MultipleOf\(base\); unset FA_SERVE_VLLM"
+    ):
         fa_serve.vllm.register()
     assert vllm.registered == {}

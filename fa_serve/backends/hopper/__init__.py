@@ -61,10 +61,10 @@ class HopperBackend:
             got = f"compute capability {spec.arch / 10}" if spec.arch else spec.device
             return f"runs on Hopper (compute capability 9.0) only, got {got}"
         if spec.op == "store_kv" or (spec.op == "tree" and not FOLLOWS_TREE):
-            return f"computes attention, got op {spec.op!r}"
+            return f"computes attention only, got op {spec.op!r}"
         if not triton.__version__.startswith(RELEASES):
             known = ", ".join(f"{release}x" for release in RELEASES)
-            return f"is written in the Gluon of Triton {known}, got Triton {triton.__version__}"
+            return f"needs the Gluon of Triton {known}, got Triton {triton.__version__}"
         if triton.knobs.runtime.interpret:
             return "cannot run in Triton's interpreter, and TRITON_INTERPRET is set"
         if spec.dtype not in (torch.float16, torch.bfloat16):
@@ -80,14 +80,15 @@ class HopperBackend:
         if spec.op == "tree" and (reason := _cannot_follow_tree(spec)):
             return reason
         if any(dim % 8 or not 0 < dim <= MAX_HEAD_DIM for dim in (spec.head_dim, spec.head_dim_v)):
-            return f"has head sizes of a multiple of 8 up to {MAX_HEAD_DIM}, got {dims(spec.head_dim, spec.head_dim_v)}"
+            got = dims(spec.head_dim, spec.head_dim_v)
+            return f"supports head sizes that are multiples of 8 up to {MAX_HEAD_DIM}, got {got}"
         widest = max(spec.head_dim, spec.head_dim_v)
         if spec.op == "backward" and widest > MAX_HEAD_DIM_OF_GRADIENTS:
             return f"computes gradients for head sizes up to {MAX_HEAD_DIM_OF_GRADIENTS}, got {widest}"
         if spec.mask is not None and (reason := _cannot_mask(spec)):
             return reason
         if options := spec.options_beyond(_COMPUTED):
-            return f"does not compute {options}, which the call uses"
+            return f"does not support {options}, which the call uses"
         if (spec.needs_grad or spec.op == "backward") and (options := spec.options_beyond(_DIFFERENTIATED)):
             return f"has no backward pass for {options}, and an input requires gradients"
         if spec.precision != "bf16" and (reason := cannot_quantize(spec)):
@@ -95,7 +96,10 @@ class HopperBackend:
         if spec.layout == "paged" and spec.needs_grad:
             return "has no backward pass through a paged cache, and an input requires gradients"
         if spec.op == "backward" and spec.deterministic:
-            return "adds to the gradient of q in any order, and deterministic gradients were asked for"
+            return (
+                "accumulates the gradient of q in a varying order, so it cannot give the deterministic gradients that the call "
+                "asks for"
+            )
         return None
 
     def plan(self, spec: AttentionSpec, tensors: Any, options: AttentionOptions) -> Run:
@@ -124,43 +128,46 @@ def _cannot_decode(spec: AttentionSpec) -> str | None:
     """Why a few queries per sequence are left to the decoding kernel, or None."""
     if spec.layout != "paged" or spec.sizes is None:
         return (
-            f"decodes 2 to {FEW_QUERIES} queries per sequence of a paged cache, and divides the keys itself: "
-            "one query, and a given num_splits, are for the portable kernel"
+            f"decodes 2 to {FEW_QUERIES} queries per sequence of a paged cache and chooses the splits itself; "
+            "the portable kernel serves one query and a given num_splits"
         )
     sizes = (spec.head_dim, spec.head_dim_v)
     if packs_queries(*sizes, spec.num_heads // spec.num_kv_heads, spec.num_kv_heads, *spec.sizes):
         return None
     batch, queries, keys = spec.sizes
     return (
-        f"computes 2 to {FEW_QUERIES} queries per sequence with heads of up to 128 if their tiles fill about half of the GPU, "
-        f"got heads of {max(sizes)}, {batch} sequence{'s' * (batch != 1)} of up to {queries} queries and {keys} keys"
+        f"computes 2 to {FEW_QUERIES} queries per sequence with heads of up to 128 only if their tiles fill about half of "
+        f"the GPU, got heads of {max(sizes)}, {batch} sequence{'s' * (batch != 1)} of up to {queries} queries and {keys} keys"
     )
 
 
 def _cannot_follow_tree(spec: AttentionSpec) -> str | None:
     """Why a call in deterministic mode is left to the portable kernel, or None. Both compute the same bits."""
     if spec.block_mask:
-        return "follows the tree of keys without lists of blocks"
+        return "computes num_splits=-1 (deterministic mode) only without a block_mask"
     widest = max(spec.head_dim, spec.head_dim_v)
     if widest > MAX_HEAD_DIM_OF_TREE or spec.softcap:
         got = "softcap" if spec.softcap else f"{widest}"
-        return f"follows the tree of keys for head sizes up to {MAX_HEAD_DIM_OF_TREE} without softcap, got {got}"
+        return (
+            f"computes num_splits=-1 (deterministic mode) only for head sizes up to {MAX_HEAD_DIM_OF_TREE} without softcap, "
+            f"got {got}"
+        )
     batch, queries, keys = spec.sizes or (0, 0, 0)
     tiles = batch * spec.num_heads * -(-queries // 128)
     if queries >= 128 and (keys <= 2 * queries or tiles >= MIN_FILLED * 132):
         return None
     return (
-        f"follows the tree of keys for prompts whose tiles of 128 queries fill about half of the GPU, got {batch} "
-        f"sequence{'s' * (batch != 1)} of up to {queries} queries and {keys} keys"
+        "computes num_splits=-1 (deterministic mode) only for prompts whose tiles of 128 queries fill about half of the GPU, "
+        f"got {batch} sequence{'s' * (batch != 1)} of up to {queries} queries and {keys} keys"
     )
 
 
 def _cannot_mask(spec: AttentionSpec) -> str | None:
     """Why an explicit mask is left to another kernel, or None."""
     if spec.op == "backward":
-        return f"computes gradients with causality and windows but no explicit mask, got a {spec.mask} mask"
+        return f"computes gradients for causal calls and windows, but not for an explicit mask, got a {spec.mask} mask"
     if spec.precision != "bf16":
-        return f"multiplies float8 without an explicit mask only, got a {spec.mask} mask"
+        return f"multiplies float8 only without an explicit mask, got a {spec.mask} mask"
     return cannot_scan(spec)
 
 
@@ -171,10 +178,10 @@ def _cannot_page(spec: AttentionSpec) -> str | None:
     if spec.kv_dtype != spec.dtype:
         return f"reads caches of q's dtype {dtype_name(spec.dtype)}, got {dtype_name(spec.kv_dtype)}"
     if spec.page_size % 16:
-        return f"reads pages of a multiple of 16 tokens, got {spec.page_size}"
+        return f"reads pages whose size is a multiple of 16 tokens, got {spec.page_size}"
     if not spec.whole_rows:
         return (
-            "reads caches in which tokens and heads are multiples of 16 bytes apart and pages a whole number of tokens apart, "
-            "with fewer than 2^31 tokens in all"
+            "reads caches whose address and whose strides of tokens and heads are multiples of 16 bytes, and whose page stride "
+            "is a multiple of the token stride, with fewer than 2^31 tokens in all"
         )
     return None

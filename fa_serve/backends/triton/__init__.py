@@ -77,15 +77,15 @@ class TritonBackend:
             return f"needs compute capability 8.0 or newer, got {spec.arch / 10}"
         if interpreted and spec.dtype == torch.bfloat16 and spec.op != "store_kv":
             return (
-                "multiplies float16 and float32 in Triton's interpreter, which takes the bits of bfloat16 for integers, and "
-                "TRITON_INTERPRET is set"
+                "computes only float16 and float32 in Triton's interpreter, which treats bfloat16 bit patterns as integers, "
+                "and TRITON_INTERPRET is set"
             )
         if spec.dtype not in _DTYPES:
             return f"computes float16, bfloat16 and float32, got {dtype_name(spec.dtype)}"
         if spec.kv_dtype not in (spec.dtype, torch.float8_e4m3fn):
             return f"reads a cache of q's dtype or float8_e4m3fn, got {dtype_name(spec.kv_dtype)}"
         if spec.kv_dtype == torch.float8_e4m3fn and 0 < spec.arch < 89:
-            return f"reads float8_e4m3fn from compute capability 8.9 on, got {spec.arch / 10}"
+            return f"reads float8_e4m3fn on compute capability 8.9 or newer, got {spec.arch / 10}"
         if spec.precision != "bf16" and (reason := _cannot_multiply_float8(spec) or cannot_quantize(spec)):
             return reason
         not_latent = latent.unsupported(spec)
@@ -98,7 +98,7 @@ class TritonBackend:
             return "has no backward pass through a paged cache, and an input requires gradients"
         kernel = _kernel_of(spec)
         if kernel != "backward" and (options := spec.options_beyond(_COMPUTED[kernel])):
-            return f"does not compute {options} in its kernel of {kernel}, which the call uses"
+            return f"does not support {options} in its {kernel} kernel, which this call needs"
         if (spec.needs_grad or kernel == "backward") and (options := spec.options_beyond(_COMPUTED["backward"])):
             return f"has no backward pass for {options}, and an input requires gradients"
         return None
@@ -130,11 +130,11 @@ def _cannot_multiply_float8(spec: AttentionSpec) -> str | None:
     """Why these kernels have no float8 products for this call, or None."""
     if spec.device == "cuda" and spec.arch < 89:
         got = spec.arch / 10 if spec.arch else "a ROCm device"
-        return f"multiplies float8 from compute capability 8.9 on, got {got}"
+        return f"multiplies float8 on compute capability 8.9 or newer, got {got}"
     if spec.dtype == torch.float32:
         return f"multiplies float8 for float16 and bfloat16, got {dtype_name(spec.dtype)}"
     if spec.mask is not None:
-        return f"multiplies float8 without an explicit mask only, got a {spec.mask} mask"
+        return f"multiplies float8 only without an explicit mask, got a {spec.mask} mask"
     if spec.attention_chunk:
-        return f"multiplies float8 without an attention_chunk only, got precision {spec.precision!r}"
+        return f"multiplies float8 only without an attention_chunk, got precision {spec.precision!r}"
     return None

@@ -402,9 +402,7 @@ class FolderTier:
     def _note_failed_write(self, error: BaseException, size: int) -> None:
         self._counts.failures += 1
         self._paused_until = time.monotonic() + RETRY_SECONDS
-        self._tell(
-            "write", "a file of the KV cache could not be written; the next one is tried in %g s: %s", RETRY_SECONDS, error
-        )
+        self._tell("write", "could not write a KV cache file; no file is written for the next %g s: %s", RETRY_SECONDS, error)
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             self.index.budget = min(self.index.budget, max(self.index.num_bytes, size))  # one file is tried in any case
             self._full_until = time.monotonic() + FULL_SECONDS
@@ -422,7 +420,7 @@ class FolderTier:
                 if load.reads:
                     self._tell(
                         "stuck",
-                        "the folder of the KV cache has not answered for %g s; it is not read until it does",
+                        "the KV cache folder has not responded for %g s; it will not be read until it does",
                         LONGEST_READ,
                     )
             if not load.reads:
@@ -452,11 +450,11 @@ class FolderTier:
         self.index.remove(name)
         if isinstance(error, BadFileError):
             self._counts.bad += 1
-            self._tell("bad", "a file of the KV cache is dropped: %s", error)
+            self._tell("bad", "discarded a damaged KV cache file: %s", error)
             self._remove_file(name)
         elif not isinstance(error, FileNotFoundError):  # another process has evicted it
             self._counts.failures += 1
-            self._tell("read", "a file of the KV cache could not be read; what it holds is computed: %s", error)
+            self._tell("read", "could not read a KV cache file; its contents will be recomputed: %s", error)
 
     def _tell(self, kind: str, message: str, *values: object) -> None:
         """Warn of the first failure of each kind."""
@@ -483,7 +481,7 @@ class FolderTier:
         error = scan.exception()
         if error is not None:
             self._counts.failures += 1
-            self._tell("scan", "the folder of the KV cache could not be looked through: %s", error)
+            self._tell("scan", "could not scan the KV cache folder: %s", error)
             return
         added, removed = scan.result()
         writing = {write.name for write in self._writes}

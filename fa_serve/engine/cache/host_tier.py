@@ -356,7 +356,7 @@ class HostTier:
     def leave_folder(self) -> None:
         """The weights have changed, so files are neither read nor written from now on."""
         if self.folder is not None and not self.folder.is_left:
-            log.warning("the folder of the KV cache is not used any more, because the weights have changed")
+            log.warning("the KV cache folder is no longer used, because the weights have changed")
             self.folder.leave()
 
     def close(self) -> None:
@@ -436,7 +436,7 @@ class HostTier:
 
     def _note_failure(self, error: CopyError) -> None:
         if not self._failures:
-            log.warning("a copy of the KV cache to or from the host has failed; what it was for is computed again: %s", error)
+            log.warning("copying part of the KV cache to or from the host failed; it will be recomputed when needed: %s", error)
         self._failures += 1
 
 

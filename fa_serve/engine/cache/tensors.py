@@ -150,8 +150,8 @@ def check_num_pages(num_pages: int, size: int, page_size: int, num_layers: int, 
     if num_pages * size > room:
         asked = num_pages * size / 2**30
         rule = (
-            f"be at most {room // size}: {page_size} tokens in {num_layers} layers take {size / 2**10:.4g} KiB "
-            f"a page, {num_pages} pages take {asked:.4g} GiB, and {room / 2**30:.4g} GiB {where} are available"
+            f"be at most {room // size}: a page of {page_size} tokens takes {size / 2**10:.4g} KiB in {num_layers} layers, "
+            f"{num_pages} pages take {asked:.4g} GiB, and {room / 2**30:.4g} GiB {where} are available"
         )
         raise ParameterError("num_pages", rule, num_pages)
 

@@ -179,7 +179,7 @@ class ImageEncoder:
             raise  # the device is lost
         except Exception as error:
             count = len({image.key for image in images} - self._features.keys())
-            log.error("%d images could not be encoded, which ends their requests", count, exc_info=error)
+            log.error("%d images could not be encoded; their requests end with an error", count, exc_info=error)
         # outside of the handler, because its error keeps the memory of the forward alive
         return {image.key: self.reader.failed(image.inputs) for image in images}
 
@@ -284,7 +284,7 @@ class ImageEncoder:
         if not made and len(images) > 1:
             return {key: x for image in images for key, x in self._encode([image]).items()}
         if not made:
-            log.warning("an image could not be encoded, which ends its request: %s", reason)
+            log.warning("an image could not be encoded; its request ends with an error: %s", reason)
             with self._on_own_stream():
                 return {images[0].key: self.reader.failed(images[0].inputs)}
         self.num_encoded += len(made)
@@ -376,7 +376,7 @@ class ImageEncoder:
         # the other ranks do not see this image yet; all must keep the same, so with several ranks it is not put into the cache
         found = (self.features([image]) if self.ranks.size == 1 else self._encode([image]))[image.key]
         if found.failed:
-            raise ParameterError("images", "be such that the model's towers take them (the log says why not)", "another one")
+            raise ParameterError("images", "be images that the model's vision tower can encode (see the log)", "another one")
         return found.two_way
 
     def check_integrity(self) -> None:
@@ -422,16 +422,16 @@ def require_encoder(images: ImageEncoder | str) -> ImageEncoder:
 def find_images(model: Any, config: EngineConfig) -> ImageEncoder | str:
     """The image encoder of a model, or the reason why an engine with these settings takes no images."""
     if not config.max_images:
-        return "the engine is set to take none (max_images)"
+        return "the engine is configured to take no images (max_images is 0)"
     try:
         reader = ImageReader(model, quickens=config.fuses)
     except UnsupportedModelError as error:
         return str(error)
     refuses = ""
     if config.kv_cache_dtype == "fp8":
-        refuses = "tokens that attend both ways with a float8 cache are not built yet"
+        refuses = "tokens that attend both ways are not supported with a float8 cache yet"
     if config.deterministic:
-        refuses = "tokens that attend both ways in deterministic mode are not built yet"
+        refuses = "tokens that attend both ways are not supported in deterministic mode yet"
     replays = tower_graphs.REPLAYS_TOWERS and reader.device.type == "cuda" and not (config.eager or config.deterministic)
     graphs = TowerGraphs(reader.blocks, reader.device) if replays else None
     return ImageEncoder(reader, config.image_cache_bytes, refuses, graphs)

@@ -97,7 +97,7 @@ class PixelProcessor:
             raise MemoryError from error
         except Exception as error:  # a processor's code may raise anything for the shape of an image
             told = f"{type(error).__name__}: {str(error)[:200]}"
-            rule = f"hold images that the model's processor takes ({told})"
+            rule = f"hold images that the model's processor accepts ({told})"
             raise ParameterError("images", rule, _described(image)) from error
         return ProcessedImage(inputs, text)
 

@@ -80,11 +80,11 @@ class PromptMaker:
         """
         places = self.num_places(text, plain)
         if places != len(images):
-            rule = f"have {self.image_text} in the place of each of its {len(images)} images"
+            rule = f"contain {self.image_text} once for each of its {len(images)} images"
             raise ParameterError("prompt", rule, f"{places} of them")
         if len(images) > 1 and self._reason_against_two:
             name = type(self._processor).__name__
-            rule = f"be one at most, because {name} makes other tokens of an image beside others ({self._reason_against_two})"
+            rule = f"hold at most one image, because {name} treats several images differently ({self._reason_against_two})"
             raise ParameterError("images", rule, len(images))
         made = [image if isinstance(image, ProcessedImage) else self._pixels.process(image) for image in images]
         tokens = self._write(text, made, special_tokens, plain)
@@ -118,7 +118,7 @@ class PromptMaker:
             written = write_prompt(self._processor, "".join([*pieces, text[position:]]), [each.text for each in images])
         except Exception as error:  # a processor's code may raise anything for the order of tokens
             told = f"{type(error).__name__}: {str(error)[:200]}"
-            raise ParameterError("prompt", f"be a text that the model's processor takes ({told})", text) from error
+            raise ParameterError("prompt", f"be a text that the model's processor accepts ({told})", text) from error
         parts = [written.text]
         moved = []
         if plain:
@@ -161,7 +161,9 @@ class PromptMaker:
         texts = [self._pixels.process(picture).text for picture in pictures]
         written = write_prompt(self._processor, text, texts, checked=False)
         made = self._reader.encode(written.text, written.special_tokens)
-        return "" if made == expected else f"{len(expected)} tokens for {count} of them, and {len(made)} if each is alone"
+        plural = "s" if count > 1 else ""
+        told = f"{len(expected)} tokens for {count} image{plural}, but {len(made)} when each image is processed separately"
+        return "" if made == expected else told
 
 
 def load_processor_of(config: EngineConfig) -> tuple[Any, int]:

@@ -61,7 +61,7 @@ def take_apart(value: Any, tensors: list[Tensor]) -> Tree:
         return kind, tuple((name, take_apart(each, tensors)) for name, each in value.items())
     if kind is ImplicitMask:
         return kind, tuple(take_apart(getattr(value, each.name), tensors) for each in fields(value))
-    raise NoFormError(f"a {kind.__name__} is not known")
+    raise NoFormError(f"values of the type {kind.__name__} are not supported")
 
 
 def put_together(tree: Tree, tensors: Sequence[Tensor]) -> Any:
@@ -115,16 +115,16 @@ class LayerCall:
     def of(cls, names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any], device: torch.device) -> LayerCall:
         """names: of the layer's positional arguments. Raises NoFormError if the call has no form"""
         if len(args) > len(names):
-            raise NoFormError("arguments without names")
+            raise NoFormError("the layer has positional arguments without names")
         named = dict(zip(names, args, strict=False)) | dict(kwargs)
         tensors: list[Tensor] = []
         first = names[0] if names else ""
         if not isinstance(named.get(first), Tensor):
-            raise NoFormError("no hidden states")
+            raise NoFormError("the layer's first argument is not a tensor of hidden states")
         ordered = {name: named[name] for name in (first, *sorted(named.keys() - {first}))}
         tree = take_apart(ordered, tensors)
         if any(x.device != device or x.layout != torch.strided for x in tensors):
-            raise NoFormError("a graph does not read numbers of the host")
+            raise NoFormError("a CUDA graph can read only strided tensors on the model's device")
         constants = frozenset(
             number for number, x in enumerate(tensors) if number and any(x is each for each in _constants(named))
         )
@@ -168,7 +168,7 @@ class LayerCall:
         if not self.rows:
             return output
         if not output.ndim or len(output) != self.shapes[0][0]:
-            raise ValueError("it returns something else than a row for each row")
+            raise ValueError("it does not return one row per input row")
         return output[: self.rows]
 
 

@@ -254,7 +254,7 @@ class TowerGraphs:
         try:
             tree = take_apart(returned, tensors)
             if num_recorded_outputs() != num_recorded:
-                raise NoFormError("the model records what is computed within it")
+                raise NoFormError("the model records outputs from inside the layer")
             if not all(bool(x.isfinite().all()) for x in tensors):
                 return returned  # with NaN or infinities, results cannot be compared
             graph = self._captured(block, original, form, call)
@@ -266,7 +266,7 @@ class TowerGraphs:
             self._evict(call.key)
             return returned
         # outside of the handler, because its error keeps the memory of the forward alive
-        log.warning("a %s of the tower is launched without a CUDA graph for one form: %s", type(block).__name__, reason)
+        log.warning("a %s of the vision tower runs without a CUDA graph for one input form: %s", type(block).__name__, reason)
         self._free(form)
         form.is_refused = True
         return returned
@@ -299,7 +299,7 @@ class TowerGraphs:
         graph.replay()
         found = [call.cut(x) for x in graph.outputs]
         if graph.returned != tree or not all(_agree(*both) for both in zip(expected, found, strict=True)):
-            raise ValueError("its replay differs from its own code")
+            raise ValueError("the replay's result differs from that of the layer's own code")
 
     def _output(self, form: _Form, number: int, x: Tensor) -> Tensor:
         """Memory for a tensor that a layer returns."""
@@ -323,7 +323,9 @@ class TowerGraphs:
                 del self._forms[other]
         form = self._forms[key]
         if self.num_bytes > self.max_bytes:
-            log.warning("layers of the tower have no CUDA graphs for one form, which would take %d bytes", self.num_bytes)
+            log.warning(
+                "the vision tower's layers have no CUDA graphs for one input form, because they need %d bytes", self.num_bytes
+            )
             self._free(form)
             form.is_refused = True
 

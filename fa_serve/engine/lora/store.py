@@ -119,7 +119,7 @@ class AdapterStore:
             try:
                 store.load(name, folder)
             except ParameterError as error:  # the error names the layer, but not the adapter
-                raise ParameterError("lora", f"name adapters that the model can take: {error}", each) from None
+                raise ParameterError("lora", f"name adapters that fit the model: {error}", each) from None
         return store
 
     def __str__(self) -> str:
@@ -137,7 +137,7 @@ class AdapterStore:
         if not isinstance(name, str) or ADAPTER_NAME.fullmatch(name) is None:
             raise ParameterError("lora_name", ADAPTER_NAME_RULE, name)
         if name not in self._names and len(self._names) >= MAX_ADAPTERS:
-            raise ParameterError("lora_name", f"be one of {MAX_ADAPTERS} names at most: unload an adapter first", name)
+            raise ParameterError("lora_name", f"be one of at most {MAX_ADAPTERS} names: unload an adapter first", name)
 
     def read(self, folder: str | Path) -> PackedLora:
         """Read and check an adapter, after those that are being read. Raises as `read_adapter` and `LoraMemory.pack`."""
@@ -151,7 +151,7 @@ class AdapterStore:
         packed = self._packed(read_adapter(folder, max_bytes=self._host_bytes))
         after = file_facts(folder)
         if after != before:
-            raise ParameterError("adapter", "have files that nobody changes while they are read: try again", str(folder)[:256])
+            raise ParameterError("adapter", "have files that do not change while they are read: try again", str(folder)[:256])
         return packed, after
 
     def pack(self, adapter: LoraAdapter) -> PackedLora:
@@ -198,7 +198,7 @@ class AdapterStore:
         if refusal := _refusal([each.refusal for each in found]):
             raise _refused(name, refusal)
         if len({each.content for each in found}) > 1:
-            raise ParameterError("adapter", "be the same files for every rank, also on other machines", str(folder))
+            raise ParameterError("adapter", "consist of the same files on every rank and machine", str(folder))
         outer_bytes = max(each.outer_bytes for each in found)
         return self._serve(name, (Path(folder), facts), packed, outer_bytes, any(each.is_eager for each in found))
 
@@ -206,7 +206,7 @@ class AdapterStore:
         """Serve an adapter that is in memory, and keep it on the host. Raises ParameterError with several ranks."""
         self.check_name(name)
         if self._ranks.size > 1:
-            raise ParameterError("adapter", "be loaded from a folder with tensor_parallel above 1", name)
+            raise ParameterError("adapter", "be loaded from a folder when tensor_parallel is above 1", name)
         return self._serve(name, None, packed, packed.outer_bytes, packed.is_eager)
 
     def _serve(
@@ -314,7 +314,7 @@ class AdapterStore:
     ) -> PackedLora:
         if packed is None:
             if adapter not in self._folders:
-                raise ParameterError("adapter", "be loaded, and it was unloaded before this request came to it", adapter.name)
+                raise ParameterError("adapter", "still be loaded: it was unloaded before this request was served", adapter.name)
             folder, facts = self._folders[adapter]
             packed, found = self._read(folder)
             if found != facts:
@@ -369,7 +369,7 @@ def _refusal(outcomes: Iterable[str]) -> str:
 
 
 def _changed(adapter: Adapter) -> ParameterError:
-    return ParameterError(adapter.name, "be loaded again, because its files have changed", adapter.name)
+    return ParameterError("adapter", "be loaded again, because its files have changed", adapter.name)
 
 
 def _refused(name: str, refusal: str) -> ParameterError:

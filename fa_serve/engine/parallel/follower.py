@@ -62,7 +62,7 @@ class Follower:
         """
         host = self._hello.host
         if self._hello.version != __version__:
-            raise EngineDeadError(f"it runs fa_serve {__version__}, and rank 0 runs {self._hello.version}")
+            raise EngineDeadError(f"it runs fa_serve {__version__}, but rank 0 runs {self._hello.version}")
         check_devices(self.config, self.local_rank + 1)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
@@ -81,8 +81,8 @@ class Follower:
                 self._num_steps += 1
                 if args != (self._digest,):
                     raise EngineDeadError(
-                        f"it has scheduled or sampled something else than rank 0 before step {self._num_steps}: the ranks "
-                        "are out of step"
+                        f"its scheduling or sampling differed from rank 0's before step {self._num_steps}: the ranks are out "
+                        "of step"
                     )
                 args = ()
             yield call, args
@@ -97,7 +97,7 @@ class Follower:
         """The value that rank 0 has sent. `make` is not called. Raises EngineDeadError if rank 0 has sent something else."""
         kind, value = self._messages.get()
         if kind != what:
-            raise EngineDeadError(f"it waits for {what!r} of rank 0, which has sent {kind!r}: the ranks are out of step")
+            raise EngineDeadError(f"it expected {what!r} from rank 0, which sent {kind!r}: the ranks are out of step")
         decided: T = value
         return decided
 

@@ -130,5 +130,5 @@ def check_devices(config: EngineConfig, num_ranks: int) -> None:
     if device == "cuda" and torch.cuda.device_count() < num_ranks:
         rule = f"be at most {torch.cuda.device_count()}, the number of GPUs"
         if num_ranks != config.tensor_parallel:
-            rule = f"have a GPU for each rank of a machine, and this one has {torch.cuda.device_count()}"
+            rule = f"leave a GPU for each rank on this machine, which has only {torch.cuda.device_count()}"
         raise ParameterError("tensor_parallel", rule, config.tensor_parallel)

@@ -90,7 +90,8 @@ class Torchrun:
             rule = f"be {found.size}, the number of processes that torchrun has started (WORLD_SIZE)"
             raise ParameterError("tensor_parallel", rule, config.tensor_parallel)
         if config.max_restarts:
-            raise ParameterError("max_restarts", "be 0 under torchrun, which cannot start single ranks", config.max_restarts)
+            rule = "be 0 under torchrun, which cannot restart individual ranks"
+            raise ParameterError("max_restarts", rule, config.max_restarts)
         _secret()
         return found
 

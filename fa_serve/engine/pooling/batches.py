@@ -124,7 +124,7 @@ class InputQueue:
             raise ParameterError("input", "hold at least one input", [])
         num_tokens = len(inputs.ids)
         if self.num_waiting_tokens and self.num_waiting_tokens + num_tokens > MAX_WAITING_TOKENS:
-            raise QueueFullError(f"the queue is full: {self.num_waiting_tokens} tokens wait already. Try again later")
+            raise QueueFullError(f"the queue is full: {self.num_waiting_tokens} tokens are already waiting. Try again later")
         now = time.monotonic()
         rank = (priority, next(self._serial))
         request = EncoderRequest(name, inputs, params, rank, client, now, set(range(len(inputs))))

@@ -173,7 +173,7 @@ class Encoder:
         `pooled` for models whose answer has another form, and for vectors of tokens.
         """
         if self.card.task != "embed" or (params is not None and params.tokens):
-            raise ParameterError("task", "be embed for encode: use pooled, score or classify", self.card.task)
+            raise ParameterError("task", "be embed for encode(): use pooled(), score() or classify()", self.card.task)
         if params is not None:
             params.check(self.card)
         many = [texts] if isinstance(texts, str) else _listed(texts)
@@ -188,7 +188,7 @@ class Encoder:
     ) -> Vectors:
         """How well each document answers a query -> (documents,) float32, with a model of the task score."""
         if self.card.task != "score":
-            raise ParameterError("task", "be score for the score of pairs", self.card.task)
+            raise ParameterError("task", "be score for score(), which scores pairs of texts", self.card.task)
         found = self.pooled([(query, each) for each in documents], params=params, truncate=truncate)
         return np.array([each.values[0] for each in found], dtype=np.float32)
 
@@ -197,7 +197,7 @@ class Encoder:
     ) -> Vectors:
         """The probabilities of the classes `card.labels` -> (texts, labels) float32."""
         if self.card.task not in ("classify", "score"):
-            raise ParameterError("task", "be classify or score for classes", self.card.task)
+            raise ParameterError("task", "be classify or score for classify()", self.card.task)
         found = self.pooled(texts, params=params, truncate=truncate)
         return np.stack([each.values for each in found]) if found else np.zeros((0, self.card.size), dtype=np.float32)
 
@@ -305,7 +305,7 @@ class Encoder:
 
     def _expire(self) -> list[RequestOutput]:
         names = self._queue.expired(time.monotonic())
-        error = RequestError("timeout", "the request was not finished within its timeout")
+        error = RequestError("timeout", "the request did not finish within its timeout")
         return [_ended(name, index, error) for name in names for index in self._queue.abort(name)]
 
     def _launch(self, batch: list[InputRun]) -> list[RequestOutput]:
@@ -390,7 +390,7 @@ def check_config(config: EngineConfig) -> None:
 def _listed(inputs: Any) -> Any:
     """Several inputs, in a list or an array. Raises ParameterError for a single text, and for an object without a length."""
     if isinstance(inputs, str | bytes) or not hasattr(inputs, "__len__"):
-        raise ParameterError("inputs", f"be a list, which has {ITEM} as each item", inputs)
+        raise ParameterError("inputs", f"be a list in which each item is {ITEM}", inputs)
     return inputs
 
 

@@ -254,7 +254,7 @@ class InputReader:
         lengths = inputs.lengths
         if not lengths.all():
             number = first + int(np.argmin(lengths))
-            raise ParameterError("input", f"have at least one token in each item, and item {number} has none", [])
+            raise ParameterError("input", f"have at least one token in each item, but item {number} has none", [])
         if lengths.max() > self._card.max_tokens:
             index = int(np.argmax(lengths > self._card.max_tokens))
             raise self._too_long(first + index, int(lengths[index]))
@@ -297,7 +297,7 @@ def pieces_of(inputs: Sequence[InputText], num_characters: int) -> Iterator[Sequ
         try:
             length += sum(map(len, each)) if isinstance(each, tuple) else len(each)
         except TypeError:
-            raise ParameterError("input", f"have {ITEM} as each item, in item {index}", each) from None
+            raise ParameterError("input", f"be a list in which each item is {ITEM} (item {index} is not)", each) from None
         if length >= num_characters:
             yield inputs[begin : index + 1]
             begin = index + 1

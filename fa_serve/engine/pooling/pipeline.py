@@ -67,8 +67,8 @@ class Pipeline:
         find_model(path)
         task = config.resolve_task()
         if task == "generate":
-            rule = "be one of an encoder: embed, token_embed, sparse, score or classify"
-            raise ParameterError("task", f"{rule}, and the files of {path} are those of a model that generates", task)
+            rule = "be an encoder task (embed, token_embed, sparse, score or classify)"
+            raise ParameterError("task", f"{rule}: {path} is used as a generative model", task)
         folder = read_folder(path, cast(EncoderTask, task))
         tokenizer = load_tokenizer(config)
         device = torch.device(config.resolve_device())
@@ -177,7 +177,7 @@ def _activation(told: str | None, loaded: LoadedEncoder) -> str:
     names = {"Sigmoid": "sigmoid", "Identity": "none", "Softmax": "softmax"}
     last = None if told is None else told.rpartition(".")[2]
     if last is not None and last not in names:
-        raise ParameterError("model", f"have an activation of its logits that is one of {', '.join(names)}", told)
+        raise ParameterError("model", f"have one of these activations for its logits: {', '.join(names)}", told)
     if last is not None:
         return names[last]
     if len(loaded.labels) == 1 or loaded.model.model.config.problem_type == "multi_label_classification":

@@ -51,7 +51,7 @@ LOOK_SECONDS = 0.02
 """How often a pause checks whether requests in flight have ended."""
 MAX_UNREAD = 1 << 21
 """Log-probabilities that may wait in all mailboxes together. Each takes about 110 bytes."""
-UNREAD = RequestError("unread", "its outputs were not taken in time, and too many log-probabilities waited")
+UNREAD = RequestError("unread", "its outputs were not read in time, and too many unread log-probabilities had accumulated")
 
 
 class AsyncEngine:
@@ -138,7 +138,7 @@ class AsyncEngine:
             self._ended.set()
         else:
             self._error = None
-            text = "the engine has been restarted: restart %d of %d; updates of its weights that are lost: %d"
+            text = "the engine has been restarted (restart %d of %d); weight updates that are lost: %d"
             log.warning(text, self.num_restarts, self.config.max_restarts, weight_version)
         finally:
             self._restarting = None
@@ -153,7 +153,7 @@ class AsyncEngine:
             except (OSError, RuntimeError, ValueError) as error:
                 if isinstance(error, EngineDeadError):
                     raise
-                log.warning("the adapter %r is not loaded again: %s", name, error)
+                log.warning("the adapter %r could not be loaded again: %s", name, error)
 
     async def shutdown(self, timeout: float = STOP_SECONDS) -> None:
         """End the engine after its current step, or after `timeout` seconds. Unfinished requests end with an error."""

@@ -103,7 +103,8 @@ class Controls:
 
         size = self._engine.config.tensor_parallel
         if size > 1:
-            raise ParameterError("tensor_parallel", "be 1 for weights from a group, which is not built for several ranks", size)
+            rule = "be 1 to receive weights from a group, which does not support several ranks"
+            raise ParameterError("tensor_parallel", rule, size)
         self.close()
         if host is not None:
             device = self._engine.model.device
@@ -140,7 +141,9 @@ class Controls:
         elif segment is not None:
             weights = new_weights.from_shared_memory(model, segment, [new_weights.SharedTensor(**each) for each in tensors])
         elif self._group is None:
-            raise ParameterError("update_info", "follow init_weight_transfer_engine: trainer and engine share no group", None)
+            raise ParameterError(
+                "update_info", "come after init_weight_transfer_engine, because trainer and engine share no group", None
+            )
         else:
             expected = [new_weights.AnnouncedTensor(**each) for each in announced or ()]
             weights = new_weights.from_group(model, self._group, expected, dry_run=dry_run)

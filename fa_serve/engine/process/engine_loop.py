@@ -266,7 +266,7 @@ class EngineLoop:
         from fa_serve.engine.pooling.encoder import Encoder
 
         if isinstance(self._engine, Encoder):
-            raise ParameterError("task", f"be generate for {call}, which encoders do not have", self._engine.card.task)
+            raise ParameterError("task", f"be generate: encoders do not support {call}", self._engine.card.task)
         return self._engine
 
     def _abort(self, command: Abort) -> None:
@@ -345,7 +345,7 @@ class EngineLoop:
         limit = max(self._engine.config.max_waiting, 1)
         try:
             if len(self._compiling) >= limit:
-                raise QueueFullError(f"the queue is full: {limit} grammars are being compiled already. Try again later")
+                raise QueueFullError(f"the queue is full: {limit} grammars are already being compiled. Try again later")
             assert self._grammars is not None
             trial = self._grammars.trial(structured)
         except Exception as error:

@@ -117,7 +117,7 @@ class ThreadWorker:
         if self._thread is not None:
             self._thread.join(timeout)
             if self._thread.is_alive():
-                log.error("the engine's thread has not ended within %g s and is left behind", timeout)
+                log.error("the engine's thread has not ended within %g s and is left running", timeout)
 
     def kill(self) -> None:
         """A thread cannot be killed. It ends with its process."""

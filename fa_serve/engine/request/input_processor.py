@@ -48,7 +48,7 @@ class InputProcessor:
         *,
         vocab_size: int,
         eos_ids: frozenset[int],
-        images: ImageEncoder | str = "this engine takes none",
+        images: ImageEncoder | str = "this engine takes no images",
     ) -> None:
         assert config.max_model_len is not None
         self.reader = PromptReader(tokenizer, vocab_size, config.max_model_len)
@@ -82,7 +82,7 @@ class InputProcessor:
             raise ParameterError("priority", f"be between -{MAX_PRIORITY} and {MAX_PRIORITY}", priority)
         if num_answers(params) > self._capacity:
             name = "n" if params.best_of is None else "best_of"
-            raise ParameterError(name, f"be at most {self._capacity}, which is what the queue holds", num_answers(params))
+            raise ParameterError(name, f"be at most {self._capacity}, the capacity of the queue", num_answers(params))
         placed = None
         if images:
             tokens, placed = self._place_images(prompt, images, params)
@@ -125,12 +125,12 @@ class InputProcessor:
         if isinstance(prompt, str):
             raise ParameterError("prompt", "be token ids, with an image token for each embedding of its images", prompt)
         if len(images) > self._max_images:
-            raise ParameterError("images", f"be at most {self._max_images} in a prompt (max_images)", len(images))
+            raise ParameterError("images", f"hold at most {self._max_images} images per prompt (max_images)", len(images))
         if params.prompt_logprobs is not None:
             raise ParameterError("prompt_logprobs", "be None for a prompt with images", params.prompt_logprobs)
         for image in images:
             if not isinstance(image, ImageInput) or "input_ids" not in image.inputs:
-                raise ParameterError("images", "hold what ImageInput.of makes of inputs with input_ids", image)
+                raise ParameterError("images", "hold what ImageInput.of returns for inputs with input_ids", image)
         image_token = encoder.reader.image_token
         if image_token < self._vocab_size:
             tokens = given = self.reader.read(prompt)

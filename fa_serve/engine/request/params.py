@@ -40,7 +40,7 @@ class StructuredOutput:
         given = [f.name for f in fields(self) if getattr(self, f.name) not in (None, False)]
         _require(len(given) == 1, "structured", "give exactly one of " + ", ".join(f.name for f in fields(self)), given)
         _require(isinstance(self.json_object, bool), "json_object", "be True or False", self.json_object)
-        _require(isinstance(self.json_schema, Mapping | str | None), "json_schema", "be a dict or a text", self.json_schema)
+        _require(isinstance(self.json_schema, Mapping | str | None), "json_schema", "be a dict or a string", self.json_schema)
         for name in ("regex", "grammar"):
             text = getattr(self, name)
             _require(text is None or (isinstance(text, str) and text != ""), name, "be a text that is not empty", text)

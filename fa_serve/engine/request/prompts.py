@@ -154,7 +154,7 @@ class PromptReader:
         except (TypeError, OverflowError) as error:
             told = str(error)
             if any(isinstance(each, Mapping) for each in prompt):
-                told = "tokenizer.apply_chat_template makes them of messages"
+                told = "tokenizer.apply_chat_template makes them from messages"
             raise ParameterError("prompt", f"{rule} ({told})", prompt) from None
         if not len(numbers):
             return []

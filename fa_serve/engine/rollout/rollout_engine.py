@@ -47,8 +47,8 @@ from fa_serve.hf import ModelState, check_live, drop_autocast_of_accelerate, par
 from fa_serve.spec import ParameterError, UnsupportedModelError
 
 _FIXED = {
-    "tensor_parallel": (1, "be 1 for a live model, whose parameters are whole"),
-    "quantization": (None, "be None for a live model, whose parameters are trained as they are"),
+    "tensor_parallel": (1, "be 1 for a live model, whose parameters are not divided between ranks"),
+    "quantization": (None, "be None for a live model, whose parameters are trained without quantisation"),
 }
 """Settings that cannot be changed for a live model: the value that each must have, and the rule that an error states."""
 
@@ -277,8 +277,8 @@ class RolloutEngine:
             if before is not None and before != now:
                 raise UnsupportedModelError(
                     f"the parameters of {type(self.model).__name__} must keep the dtype and the device that they had when this "
-                    f"RolloutEngine was made, and {name} was {before[0]} on {before[1]} and is {now[0]} on {now[1]}: "
-                    "make a new RolloutEngine, or move the model back"
+                    f"RolloutEngine was made, but {name} was {before[0]} on {before[1]} and is now {now[0]} on "
+                    f"{now[1]}: make a new RolloutEngine, or move the model back"
                 )
         # parameters were added or removed, such as those of an adapter
         self._forms = forms

@@ -43,7 +43,7 @@ def use_rollouts(trainer: Any, engine: RolloutEngine, exact: ExactForward | None
     if getattr(trainer, "use_vllm", None) is not False:
         raise ParameterError("use_vllm", "be False in the trainer's config, because fa_serve takes its place", True)
     if exact is not None and getattr(trainer, "aux_loss_enabled", False):
-        rule = "be 0 in the trainer's config, because an exact forward does not return the loss of a router"
+        rule = "be 0 in the trainer's config, because an exact forward does not return a router loss"
         raise ParameterError("router_aux_loss_coef", rule, trainer.router_aux_loss_coef)
     generation = TrlGeneration(trainer, engine)
     generation.params()  # raises before anything is replaced
@@ -70,7 +70,7 @@ def _exact_logprobs(
     """Replaces the trainer's method: log-probabilities and entropies of the last tokens, (batch, logits_to_keep)."""
     given = sorted(name for name, value in inputs.items() if value is not None)
     if given or compute_aux_loss:
-        raise ParameterError("inputs", "be tokens alone, without the loss of a router, in an exact forward", given)
+        raise ParameterError("inputs", "be tokens only, without a router loss, in an exact forward", given)
     size = batch_size or len(input_ids)
     logprobs: list[Tensor] = []
     entropies: list[Tensor] = []
@@ -116,7 +116,7 @@ class TrlGeneration:
         Raises ParameterError for images.
         """
         if images is not None and any(each is not None for each in images):
-            raise ParameterError("images", "be None, because rollouts with images are not built", len(images))
+            raise ParameterError("images", "be None, because rollouts with images are not supported", len(images))
         with profiler or nullcontext():
             groups = self._engine.generate(prompts, n=1, params=self.params())
         rollouts = [group.rollouts[0] for group in groups]
@@ -144,7 +144,7 @@ class TrlGeneration:
         given |= trainer.args.generation_kwargs or {}
         unknown = sorted(given.keys() - {each.name for each in fields(SamplingParams)} - {"structured_outputs"})
         if unknown:
-            raise ParameterError("generation_kwargs", "hold names of SamplingParams", unknown)
+            raise ParameterError("generation_kwargs", "hold only names of SamplingParams fields", unknown)
         regex = trainer.args.vllm_structured_outputs_regex
         structured = given.pop("structured_outputs", None) if regex is None else {"regex": regex}
         if structured is not None:

@@ -70,7 +70,7 @@ class WeightGroup:
             self.broadcast(torch.zeros(1, device=self.device))  # NCCL connects with its first call
         except (RuntimeError, OSError, UnicodeError) as error:  # UnicodeError for a host that is not a valid name
             self.close()
-            where = f"{world_size} ranks have not met at {host}, port {port}, within {timeout:g} s"
+            where = f"the {world_size} ranks did not connect to each other at {host}, port {port}, within {timeout:g} s"
             raise WeightTransferError(f"{where}: {error}") from error
 
     def broadcast(self, x: Tensor) -> None:
@@ -84,7 +84,9 @@ class WeightGroup:
             # bytes: not every release of gloo knows every dtype
             self._group.broadcast(x.detach().reshape(-1).view(torch.uint8), 0).wait()
         except RuntimeError as error:
-            raise WeightTransferError(f"a rank has left the group of trainer and engines, or is late: {error}") from error
+            raise WeightTransferError(
+                f"a rank has left the group of trainer and engines, or did not respond in time: {error}"
+            ) from error
 
     def close(self) -> None:
         """Leave the group. Ranks that wait for this one get an error."""

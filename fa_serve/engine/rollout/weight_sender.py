@@ -91,7 +91,9 @@ class WeightSender:
                 limit = time.monotonic() + self._timeout
                 while not all(has_arrived(store, rank) for rank in ranks):
                     if time.monotonic() > limit or any(answer.done() for answer in answers):
-                        raise WeightTransferError(f"no server has come to {host}, port {port}, within {self._timeout:g} s")
+                        raise WeightTransferError(
+                            f"not all servers connected to {host}, port {port}, within {self._timeout:g} s"
+                        )
                     time.sleep(LOOK_SECONDS)
                 self._group = WeightGroup(
                     host, port, rank=0, world_size=size, backend=backend, device=self._device, timeout=self._timeout
@@ -116,7 +118,9 @@ class WeightSender:
         listed = [*weights]
         divided = [name for name, x in listed if hasattr(x, "full_tensor")]
         if divided:
-            raise ParameterError("weights", "be whole: every rank of the trainer calls full_tensor() before", divided[0])
+            raise ParameterError(
+                "weights", "be whole tensors: call full_tensor() on every rank of the trainer first", divided[0]
+            )
         if self._dtype is not None:
             listed = [(name, x.detach().to(self._dtype) if x.is_floating_point() else x) for name, x in listed]
         info = {

@@ -57,5 +57,5 @@ def _check_settings(model: Any, config: EngineConfig, kind: str) -> None:
         rule = f"be False for {name}, {kind}: the order of its sums depends on the batch"
         raise ParameterError("deterministic", rule, config.deterministic)
     if config.kv_cache_dtype == "fp8":
-        rule = f'be "auto" for {name}, {kind}: its attention reads no float8 cache'
+        rule = f'be "auto" for {name}, {kind}: its attention cannot read a float8 cache'
         raise ParameterError("kv_cache_dtype", rule, config.kv_cache_dtype)

@@ -157,8 +157,8 @@ class HostMemory:
     def _warn(self, num_bytes: int, reason: str) -> None:
         """Say that there is less than `num_bytes`."""
         log.warning(
-            "kv_host_memory is more than there is: the host tier of the KV cache has %.4g GiB for %s instead of %.4g GiB, "
-            "because %s",
+            "kv_host_memory could not be allocated in full: the host tier of the KV cache has %.4g GiB for %s instead of "
+            "%.4g GiB, because %s",
             self.num_slots * self.row_bytes / 2**30,
             self._name,
             num_bytes / 2**30,
@@ -239,7 +239,8 @@ def _room_reason(num_bytes: int, promised: int = 0) -> str:
     room = max(reclaimable_memory() - promised, 0)
     if num_bytes + SPARE_BYTES <= room:
         return ""
-    return f"{room / 2**30:.4g} GiB of the machine's memory are available, of which {SPARE_BYTES / 2**30:.4g} GiB stay free"
+    spare = f"{SPARE_BYTES / 2**30:.4g} GiB of them must stay free"
+    return f"{room / 2**30:.4g} GiB of the machine's memory are available, and {spare}"
 
 
 def _cudart() -> Any:

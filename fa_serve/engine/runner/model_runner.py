@@ -118,7 +118,7 @@ class ModelRunner:
         if states:
             check_settings_with_states(type(model).__name__, config, drafting=drafting)
             seat_states(model)
-        self.images = "a draft model sees none" if drafting else find_images(model, config)
+        self.images = "a draft model takes no images" if drafting else find_images(model, config)
         self._deterministic = config.deterministic
         self._processed = config.logprobs_mode == "processed_logprobs"
         for module in model.modules():

@@ -60,7 +60,7 @@ class Residence:
     def require_awake(self) -> None:
         """Raise EngineAsleepError, with the remedy, unless a step can be computed."""
         if self._asleep:
-            raise EngineAsleepError("the engine sleeps and computes nothing: call wake_up() first")
+            raise EngineAsleepError("the engine is asleep and computes nothing: call wake_up() first")
         if self._missing:
             raise EngineAsleepError(
                 f"the engine's weights have no values: {len(self._missing)} parameters are missing since "
@@ -70,13 +70,13 @@ class Residence:
     def require_one_rank(self, name: str) -> None:
         """Raise ParameterError if there are several ranks, because each of them would have to do the same."""
         if self._num_ranks > 1:
-            raise ParameterError("tensor_parallel", f"be 1 for {name}, which is not built for several ranks", self._num_ranks)
+            raise ParameterError("tensor_parallel", f"be 1 for {name}, which does not support several ranks", self._num_ranks)
 
     def begin(self, weights: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
         """The weights for `copy`, with the first one read ahead: a source that refuses its arguments raises now, before
         anything changes. Raises EngineAsleepError if the model's own weights have no memory."""
         if "weights" in self._asleep:
-            raise EngineAsleepError('the engine\'s weights sleep: call wake_up(["weights"]) before update_weights')
+            raise EngineAsleepError('the engine\'s weights are asleep: call wake_up(["weights"]) before update_weights')
         if isinstance(weights, Mapping):
             rule = "be pairs of a name and a tensor, such as model.named_parameters() or weights.items()"
             raise ParameterError("weights", rule, type(weights).__name__)
@@ -133,7 +133,7 @@ class Residence:
         if level not in (0, 1, 2):
             raise ParameterError("level", "be 0, 1 or 2", level)
         if level and self._owned and is_quantised(self._runner.model):
-            raise ParameterError("level", "be 0 for a model of quantised weights, which stay on the device", level)
+            raise ParameterError("level", "be 0 for a model with quantised weights, which stay on the device", level)
 
     def sleep(self, level: int) -> None:
         """Free the KV cache, the graphs and, by level, the weights, as `Engine.sleep` does. A second call does nothing."""
@@ -152,7 +152,7 @@ class Residence:
         """Allocate what `sleep` has freed, as `Engine.wake_up` says."""
         wanted = set(WAKE_UP_TAGS if tags is None else tags)
         if wanted - {*WAKE_UP_TAGS}:
-            raise ParameterError("tags", f"be of {', '.join(WAKE_UP_TAGS)}", sorted(wanted))
+            raise ParameterError("tags", f"hold only {', '.join(WAKE_UP_TAGS)}", sorted(wanted))
         woken = wanted & self._asleep
         if "weights" in woken:
             self._come_back()
@@ -194,7 +194,8 @@ def known_weights(model: nn.Module) -> dict[str, Tensor]:
     Raises ParameterError for a model that keeps quantised weights, before anything is changed.
     """
     if is_quantised(model):
-        raise ParameterError("weights", "be of a model of floats: this one keeps quantised weights", type(model).__name__)
+        rule = "belong to a model with floating-point weights: this one has quantised weights"
+        raise ParameterError("weights", rule, type(model).__name__)
     return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers(remove_duplicate=False))}
 
 

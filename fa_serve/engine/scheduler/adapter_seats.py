@@ -57,7 +57,7 @@ class AdapterSeats:
         adapter = sequence.request.adapter
         if adapter is None:
             return True
-        assert self._pool is not None, "a request with an adapter has come to an engine without"
+        assert self._pool is not None, "a request with an adapter reached an engine without adapters"
         self._pool.join(adapter)
         self._unplaced[sequence] = None
         self._place_waiting()

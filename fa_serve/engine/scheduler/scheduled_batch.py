@@ -23,7 +23,7 @@ NO_TOKEN = -2
 """What the sampler returns for a row whose logits are finite, but whose biases and masks leave no token."""
 WITHOUT_TOKEN = {
     INVALID_TOKEN: RequestError("not_finite", "the model's logits are not finite"),
-    NO_TOKEN: RequestError("no_token_left", "the request's parameters leave no token to choose"),
+    NO_TOKEN: RequestError("no_token_left", "the request's parameters exclude every token"),
 }
 """The error of a sequence for which the sampler returns one of these numbers instead of a token."""
 

@@ -52,7 +52,7 @@ from fa_serve.engine.scheduler.step_drafts import StepDrafts
 from fa_serve.engine.scheduler.tower_queue import TowerQueue
 from fa_serve.engine.speculation.drafts import Speculation, num_accepted
 
-LATE = RequestError("timeout", "the request was not finished within its timeout")
+LATE = RequestError("timeout", "the request did not finish within its timeout")
 
 
 class Scheduler:

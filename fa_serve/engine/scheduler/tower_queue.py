@@ -439,4 +439,4 @@ def _error_of(wanted: WantedImage) -> RequestError:
     placed = wanted.request.images.placed
     number = 1 + next(n for n, each in enumerate(placed) if each is wanted.placed)
     which = f"image {number} of {len(placed)}"
-    return RequestError("image_failed", f"the model's towers could not encode {which} (the log says why); send another one")
+    return RequestError("image_failed", f"the vision tower could not encode {which} (see the log); send a different image")

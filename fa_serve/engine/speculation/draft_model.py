@@ -88,7 +88,7 @@ class DraftModel:
         except torch.AcceleratorError:
             raise  # the device is lost
         except Exception:
-            log.exception("no more tokens are guessed, because the draft model failed")
+            log.exception("speculative decoding is disabled, because the draft model failed")
             self._drafts = {}
             self._failed = True
 

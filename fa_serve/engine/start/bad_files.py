@@ -55,8 +55,8 @@ def name_bad_folder(path: str, error: Exception) -> None:
     general = type(error) in (Exception, RuntimeError)
     if Path(path).is_dir() and (general or isinstance(error, (ArithmeticError, LookupError, TypeError, UnpicklingError))):
         reason = f"{type(error).__name__}: {str(error)[:MAX_REASON]}"
-        message = f"the model's folder {path} cannot be loaded: values of its files cannot be ({reason})"
-        raise OSError(message) from error
+        message = f"the model's folder {path} cannot be loaded: its files can be read, but a value in them is unusable"
+        raise OSError(f"{message} ({reason})") from error
 
 
 def require_tensors_for_layers(path: str, known: Any) -> None:

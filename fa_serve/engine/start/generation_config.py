@@ -70,7 +70,7 @@ def find_defaults(generation_config: Any) -> Defaults:
         try:
             SamplingParams(**checked)
         except ParameterError as error:
-            refused.append(f"generation_config.json is not followed in {name}: {error}")
+            refused.append(f"generation_config.json: {name} is ignored: {error}")
         else:
             given |= checked
     return Defaults(SamplingParams(**given), given, tuple(refused))
@@ -105,9 +105,9 @@ def find_ends(generation_config: Any, model_config: Any, tokenizer: Any, vocab_s
         return Ends(ids)
     return Ends(
         ids,
-        f"{source} ends answers at {_named(sorted(ids), tokenizer)}, and the tokenizer's end token is "
-        f"{_named(tokenizer_ids, tokenizer)}, which ends no answer except chats whose template ends messages with it. If all "
-        "answers should end there, add it to eos_token_id in generation_config.json, or send it in stop_token_ids.",
+        f"{source} ends answers at {_named(sorted(ids), tokenizer)}, but the tokenizer's end token is "
+        f"{_named(tokenizer_ids, tokenizer)}, which ends an answer only in chats whose template ends messages with it. If "
+        "all answers should end there, add it to eos_token_id in generation_config.json, or send it in stop_token_ids.",
     )
 
 

@@ -81,7 +81,7 @@ def open_host_tier(
             ahead = max(states.num_states // 8, 8)
             lanes.append(Lane(states, opened[1], look_ahead(ahead, states.num_states, num_slots)))
     except ValueError as error:
-        raise ParameterError("kv_host_memory", f"be 0 for such a KV cache: {error}", config.kv_host_memory) from error
+        raise ParameterError("kv_host_memory", f"be 0 for this KV cache: {error}", config.kv_host_memory) from error
     except torch.OutOfMemoryError:
         log.warning("there is no host tier of the KV cache, because the GPU has no memory for its buffers")
         for memory in opened:

@@ -192,7 +192,7 @@ def check_drafter(config: EngineConfig, tokenizer: Any) -> None:
         what = "a draft model" if config.draft_model else f"an EAGLE-3 head of {config.model_name}"
         raise ParameterError("speculative", f"name {what}: {error}", config.speculative) from None
     if config.draft_model and tokenizer is not None and load_tokenizer(own).get_vocab() != tokenizer.get_vocab():
-        rule = f"name a draft model with the same vocabulary: its tokenizer has other tokens than that of {config.model_name}"
+        rule = f"name a draft model with the same vocabulary: its tokenizer's differs from that of {config.model_name}"
         raise ParameterError("speculative", rule, config.speculative)
 
 
@@ -217,7 +217,7 @@ def load_draft(config: EngineConfig, model: PreTrainedModel, clock: PhaseClock, 
     draft = ModelRunner(drafting, own, drafting=True, on_graph_error=on_graph_error)
     num_tokens = vocab_size(model)
     if draft.vocab_size != num_tokens:
-        sizes = f"it gives logits for {draft.vocab_size} tokens, and {config.model_name} for {num_tokens}"
+        sizes = f"it computes logits for {draft.vocab_size} tokens, but {config.model_name} for {num_tokens}"
         rule = f"name a draft model with the same vocabulary: {sizes}"
         raise ParameterError("speculative", rule, config.speculative)
     if draft.fuses:
@@ -235,8 +235,8 @@ def check_embeddings(model: PreTrainedModel, num_ranks: int = 1) -> None:
     logits = vocab_size(model)
     if rows is not None and rows < logits and rows * num_ranks != logits:
         raise UnsupportedModelError(
-            f"{type(model).__name__} has {rows} input embeddings and {logits} logits, so it could write tokens that it cannot "
-            f"read: give it as many embeddings, or leave out the rows of its head from {rows} on"
+            f"{type(model).__name__} has {rows} input embeddings and {logits} logits, so it could generate tokens that it has "
+            f"no embedding for: add embeddings, or remove the rows of its output head from {rows} on"
         )
 
 
@@ -411,7 +411,7 @@ def sizes(config: EngineConfig, runner: ModelRunner, ranks: Ranks) -> Sizes:
         raise ParameterError("max_model_len", rule, config.max_model_len)
     if model_limit is not None and length > model_limit:
         if model_limit == length_limit(runner.model):
-            why = "beyond which its queries leave out keys, by a choice that the engine does not have"
+            why = "because in longer sequences its queries select keys in a way that the engine does not implement"
             raise _too_long(model_limit, length, why)
         raise _too_long(model_limit, length)
     if config.num_pages is not None:

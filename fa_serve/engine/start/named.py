@@ -29,5 +29,5 @@ def settle_names(config: EngineConfig, ranks: Ranks) -> EngineConfig:
         try:
             check_adapter(each.split("=", 1)[1], config.lora_host_bytes)
         except ParameterError as error:
-            raise ParameterError("lora", f"name adapters that fa_serve computes: {error}", each) from None
+            raise ParameterError("lora", f"name adapters that fa_serve supports: {error}", each) from None
     return config

@@ -81,7 +81,7 @@ def from_folder(model: PreTrainedModel, folder: str | Path) -> Iterator[tuple[st
                 shapes.update({name: opened.get_slice(name).get_shape() for name in opened.keys()})  # noqa: SIM118
         except (OSError, SafetensorError) as error:
             raise ParameterError(
-                "weight_dir", f"hold whole safetensors files, and {file.name} is broken", str(error)
+                "weight_dir", f"hold intact safetensors files, but {file.name} is broken", str(error)
             ) from error
     if shapes.keys() <= known.keys():
         for name, shape in shapes.items():
@@ -105,7 +105,7 @@ def _files_of(folder: Path) -> list[Path]:
     if not index.is_file():
         files = sorted(folder.glob("*.safetensors"))
         if not files:
-            raise ParameterError("weight_dir", "be a folder of this machine with safetensors files", str(folder))
+            raise ParameterError("weight_dir", "be a folder on this machine with safetensors files", str(folder))
         return files
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
@@ -114,7 +114,7 @@ def _files_of(folder: Path) -> list[Path]:
         raise ParameterError("weight_dir", rule, f"{type(error).__name__}: {str(error)[:128]}") from error
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
-        raise ParameterError("weight_dir", f"hold every file that {index.name} names, and lacks {missing[0]}", str(folder))
+        raise ParameterError("weight_dir", f"hold every file that {index.name} names, but {missing[0]} is missing", str(folder))
     return [folder / name for name in names]
 
 
@@ -131,7 +131,7 @@ def _loaded(model: PreTrainedModel, folder: str | Path) -> Any:
         check_weight(model, known, name, parameter.shape)
     missing = sorted(told["missing_keys"])
     if missing:
-        raise ParameterError("weight_dir", f"hold every weight of the model, and lacks {missing[0]}", str(folder))
+        raise ParameterError("weight_dir", f"hold every weight of the model, but {missing[0]} is missing", str(folder))
     return loaded
 
 
@@ -145,7 +145,7 @@ def from_shared_memory(model: PreTrainedModel, segment: str, tensors: Sequence[S
     file = SEGMENTS / segment
     # not with `SharedMemory`, whose resource tracker would remove the segment at the end of this process
     if file.parent != SEGMENTS or not file.is_file():
-        raise ParameterError("shared_memory", f"be the name of a segment of this machine, in {SEGMENTS}", segment)
+        raise ParameterError("shared_memory", f"be the name of a shared memory segment on this machine, in {SEGMENTS}", segment)
     with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as memory:
         for each in tensors:
             if each.dtype not in DTYPES:

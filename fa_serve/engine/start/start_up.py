@@ -160,7 +160,7 @@ def warm_up(
             torch.cuda.synchronize(runner.device)
     if errors:
         log.warning(
-            "requests may wait for compilations, because %s of %s steps of the warm-up failed: %s",
+            "requests may wait for kernels to compile, because %s of %s warm-up steps failed: %s",
             len(errors),
             len(calls),
             errors[0],
@@ -174,4 +174,4 @@ def capture_ahead(runner: ModelRunner, ranks: Ranks, clock: PhaseClock = SILENT,
     while not complete and ranks.broadcast("captures", lambda: time.monotonic() < limit):
         complete = not runner.prepare_one()
         clock.progress("captures", time.monotonic() - limit + seconds, seconds, "seconds")
-    return f"{runner.num_captures} graphs" + ("" if complete else ", the others when there is no request")
+    return f"{runner.num_captures} graphs" + ("" if complete else ", the rest when the engine is idle")

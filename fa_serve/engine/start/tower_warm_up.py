@@ -50,7 +50,7 @@ def find_process(config: EngineConfig, vocab_size: int, max_model_len: int) -> P
         processor, token = load_processor_of(config)
         maker = PromptMaker(processor, PromptReader(processor.tokenizer, vocab_size, max_model_len), token)
     except (ParameterError, AttributeError) as error:
-        log.info("the first images may wait for compilations, because no picture can be made for the towers: %s", error)
+        log.info("the first images may wait for kernels to compile, because no warm-up image could be made: %s", error)
         return None
     return lambda image: maker.input_of(image).inputs
 

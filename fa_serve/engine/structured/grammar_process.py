@@ -18,7 +18,7 @@ LIMITS = {"initial_lexer_fuel": 300_000, "max_lexer_states": 50_000, "verbose_er
 """llguidance's own limits. The regex ((X{100}){100}){100}z takes 170 MB with its default fuel of 1,000,000, and 64 MB with this
 fuel. A schema with 1,000 patterns needs less than a third of this fuel. A state of the lexer takes 1 to 2 kB."""
 
-NO_ANSWER = "no answer is possible: it refers to itself without an end, or its parts contradict each other"
+NO_ANSWER = "no answer is possible: it refers to itself endlessly, or its parts contradict each other"
 """llguidance compiles such a grammar. At the first mask it reports only an identifier of its code, which this text replaces."""
 
 

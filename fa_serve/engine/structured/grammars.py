@@ -176,7 +176,7 @@ class Grammars:
             kept = _Kept(matcher, error.strip()[:MAX_REASON], max(num_bytes, len(grammar), MIN_BYTES))
             self._keep(grammar, kept)
         if kept.matcher is None:
-            raise ParameterError(field, f"be a structure that can be followed ({kept.error})", getattr(structured, field))
+            raise ParameterError(field, f"be valid and satisfiable ({kept.error})", getattr(structured, field))
         return Matcher(kept.matcher.deep_copy(), first=kept.first)
 
     def sweep(self) -> None:
@@ -256,7 +256,7 @@ class Grammars:
         if self._num_bits > self._vocab_size:
             first = np.frombuffer(matcher.compute_bitmask(), dtype=np.int32).copy()
             if not self._of_logits(first).any():
-                return f"it begins with tokens that the model does not have, whose ids are below {self._vocab_size}"
+                return f"it begins with tokens that the model does not have (the model's ids are below {self._vocab_size})"
         return ""
 
     def allow_ends(self, words: NDArray[np.int32], end_ids: Collection[int]) -> None:

@@ -91,5 +91,5 @@ class Matcher:
     def get_error(self) -> str:
         """Why the grammar cannot be followed any further, or ""."""
         if self._slow[0] > SLOW_SECONDS:
-            return f"its masks have taken {SLOW_SECONDS:g} s more than usual masks"
+            return f"its token masks took more than {SLOW_SECONDS:g} s longer than usual"
         return str(self._inner.get_error())

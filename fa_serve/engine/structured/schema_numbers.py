@@ -110,7 +110,7 @@ def _narrow_integer(bound: float, sign: int, strict: bool, keyword: str) -> int:
     if sign == -1 and narrowed <= -LARGEST_INTEGER:
         return LARGEST_INTEGER
     if narrowed > LARGEST_FLOAT:
-        raise ParameterError("json_schema", f"have a {keyword} that leaves integers of 64 bits", bound)
+        raise ParameterError("json_schema", f"have a {keyword} that some 64-bit integer satisfies", bound)
     narrowed = max(narrowed, -LARGEST_FLOAT)
     if abs(narrowed) > EXACT and int(float(narrowed)) != narrowed:
         near = float(narrowed)
@@ -121,7 +121,10 @@ def _narrow_integer(bound: float, sign: int, strict: bool, keyword: str) -> int:
 def _check_constants(keyword: str, value: Any) -> None:
     for number in _numbers_in(value):
         if not _is_read_exactly(number):
-            rule = f"have numbers under {keyword} that fit in {DIGITS} digits, or strings, because others are written inexactly"
+            rule = (
+                f"have numbers of at most {DIGITS} digits under {keyword}, or strings, because other numbers cannot be written "
+                "exactly"
+            )
             raise ParameterError("json_schema", rule, number)
 
 

@@ -31,14 +31,14 @@ def check_references(schema: Mapping[str, Any]) -> None:
     lost, endless = bad_references(schema)
     if lost is not None:
         rule = (
-            f"have references to parts of the same document, and {lost!r} is none: write the schema that it stands for under "
-            "$defs, and refer to it as '#/$defs/NAME'"
+            f"refer only to existing parts of the same document, but {lost!r} does not: write the schema that it stands for "
+            "under $defs, and refer to it as '#/$defs/NAME'"
         )
         raise ParameterError("json_schema", rule, schema)
     if endless is not None:
         rule = (
-            f"have references that end, and {endless!r} leads back to itself, so that no finite value follows it: replace it "
-            "by the schema that it stands for, or make the property optional that leads back"
+            f"have no endless references, but {endless!r} leads back to itself, so no finite value conforms to it: replace it "
+            "with the schema that it stands for, or make the property that leads back optional"
         )
         raise ParameterError("json_schema", rule, schema)
 

@@ -99,8 +99,8 @@ def attention_forward(
         field = _field_of_dropout(module, dropout)
         raise UnsupportedModelError(
             f"attention dropout must be 0 with fa_serve, got {dropout} from {type(module).__name__}: call model.eval(), or, to "
-            f"train, load the model by from_pretrained(..., {field}=0.0), because the layers of a loaded model do not "
-            "follow its config"
+            f"train, load the model with from_pretrained(..., {field}=0.0), because the layers of a loaded model ignore "
+            "changes of its config"
         )
     if asks_for_weights(output_attentions):
         raise UnsupportedModelError(

@@ -80,7 +80,7 @@ def make_served(config: PreTrainedConfig, make: Callable[[PreTrainedConfig, str 
     except UnsupportedModelError as error:
         if key is None:
             raise
-        log.info("fa_serve serves the language model alone: %s", error)
+        log.info("fa_serve serves only the language model: %s", error)
     return make(copy.deepcopy(config), {key: NAME})
 
 

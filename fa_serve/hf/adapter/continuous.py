@@ -66,7 +66,7 @@ def paged_attention(
         raise UnsupportedModelError(
             f'"{PAGED_NAME}" must be called by generate_batch, which passes its paged cache and packed requests, got a call of '
             f'{name} {got}: call model.generate_batch, or call model.set_attn_implementation("{NAME}") before a plain forward '
-            "or generate, and pass no argument cache"
+            "or generate, without an argument cache"
         )
     if position_bias is not None:
         raise UnsupportedModelError(f"{name} adds a position_bias to its scores, which attention on a paged cache cannot do")

@@ -85,12 +85,14 @@ def require_parts(module: nn.Module) -> None:
     """Raise UnsupportedModelError for an indexer whose parts or arguments are not those that `SeatedIndexer` works with."""
     missing = [name for name in _PARTS if not hasattr(module, name)]
     if missing:
-        raise UnsupportedModelError(f"{type(module).__name__} chooses keys by code that has no replacement: no {missing[0]}")
+        raise UnsupportedModelError(
+            f"{type(module).__name__} chooses keys with code that fa_serve cannot replace: it has no {missing[0]}"
+        )
     _, *given = inspect.signature(inspect.unwrap(type(module).forward)).parameters.values()
     named = [each.name for each in given if each.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
     if any(name != known for name, known in zip(named, _ARGUMENTS, strict=False)):
         raise UnsupportedModelError(
-            f"{type(module).__name__} chooses keys by code that has no replacement: its forward takes {', '.join(named)}"
+            f"{type(module).__name__} chooses keys with code that fa_serve cannot replace: its forward takes {', '.join(named)}"
         )
 
 

@@ -159,8 +159,8 @@ def read_source(model_class: type[PreTrainedModel]) -> Source:
     if not found:
         reasons = "; ".join(f"of the module {module!r}: {reason}" for module, reason in unread.items())
         raise UnsupportedModelError(
-            f"the source of {model_class.__name__} or of a base class must be readable, because fa_serve reads there what the "
-            f"model asks of attention, got no source ({reasons}): define the class in a Python file and import it, or load "
+            f"the source of {model_class.__name__} or of a base class must be readable, because fa_serve reads from it what "
+            f"the model asks of attention, got no source ({reasons}): define the class in a Python file and import it, or load "
             'the model with attn_implementation="eager" or "sdpa"'
         )
     return Source(

@@ -56,4 +56,4 @@ def _require_causality(module: nn.Module) -> None:
     mask = getattr(module, _METHOD)(torch.ones(1, _TOKENS, dtype=torch.int64), embeds.shape[:2], embeds, 0)
     expected = torch.ones(1, 1, _TOKENS, _TOKENS, dtype=torch.bool).tril()
     if mask.shape != expected.shape or not torch.equal(mask > -1.0, expected) or mask[expected].any():
-        raise UnsupportedModelError(f"{type(module).__name__} makes masks that say more than causality")
+        raise UnsupportedModelError(f"{type(module).__name__} makes masks that do more than apply causality")

@@ -99,7 +99,7 @@ def refuse_untold_positions(asking: object) -> None:
     """
     raise UnsupportedModelError(
         f"position_ids that start again mean packed sequences, but the masks that transformers makes here for "
-        f"{type(asking).__name__} do not tell these apart: pass use_cache=False, and where that is not enough also "
+        f"{type(asking).__name__} do not tell these sequences apart: pass use_cache=False, and if that is not enough also "
         "cu_seq_lens_q, cu_seq_lens_k, max_length_q and max_length_k, as "
         "DataCollatorWithFlattening(return_flash_attn_kwargs=True) does. If all tokens are one sequence, pass an "
         "attention_mask of ones"
@@ -118,7 +118,7 @@ def check_layer(module: nn.Module, query: Tensor, mask: Any, told: bool, chooses
     packs = running_packs(query.shape[0], query.shape[2])
     if packs is not None and chooses_blocks and (packs.cu_seqlens is not None or packs.restarts):
         raise UnsupportedModelError(
-            f"{type(module).__name__} lets its queries choose blocks of keys, which hold keys of several packed sequences: "
+            f"{type(module).__name__} lets its queries choose blocks of keys, which may hold keys of several packed sequences: "
             "pass one sequence in each row, with padding and an attention_mask"
         )
     if packs is None or told or (packs.in_masks and isinstance(mask, Tensor)):
@@ -126,7 +126,7 @@ def check_layer(module: nn.Module, query: Tensor, mask: Any, told: bool, chooses
     if (packs.cu_seqlens is None and not packs.restarts) or getattr(module, "is_cross_attention", False):
         return
     raise UnsupportedModelError(
-        f"packed sequences must be told to every layer, but {type(module).__name__} gets neither cu_seq_lens_q nor a mask "
-        "that tells them apart from its model: pass use_cache=False and no attention_mask, or one sequence in each row, with "
-        "padding and an attention_mask"
+        f"every layer must know where packed sequences begin, but {type(module).__name__} gets from its model neither "
+        "cu_seq_lens_q nor a mask that tells the sequences apart: pass use_cache=False and no attention_mask, or one sequence "
+        "in each row, with padding and an attention_mask"
     )

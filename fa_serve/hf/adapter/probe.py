@@ -297,12 +297,12 @@ def _probe(model: PreTrainedModel) -> ModelLayers:
         _refuse_if(kept - PAGED_LAYERS, model, "it keeps more than keys and values")
     if first_position(model) and model.device.type != "meta" and not _is_numbered(model):
         number_from_zero(model)
-        _refuse_if(not _is_numbered(model), model, "it numbers its positions in a way that is not known")
+        _refuse_if(not _is_numbered(model), model, "it numbers its positions in an unknown way")
     found = sorted(probe.layers)
     missing = _missing_arguments(model) if found else set()
     _refuse_if(missing, model, f"its forward takes no {sorted(missing)}")
     if found and "position_ids" not in inspect.signature(model.forward).parameters and model.device.type != "meta":
-        _refuse_if(not _hands_positions_down(model), model, "its forward does not hand position_ids down")
+        _refuse_if(not _hands_positions_down(model), model, "its forward does not pass position_ids on to its layers")
     # layers that attend to images do not run without images (Llama 3.2 Vision)
     without_images = set(getattr(config, "cross_attention_layers", None) or ())
     # in a model with states, a layer may have no attention, such as a layer that is only an MLP
@@ -418,7 +418,8 @@ def _check_before_a_forward(model: PreTrainedModel, config: PreTrainedConfig) ->
     _refuse_if(model._is_stateful and state_argument(model) is None, model, "it keeps more than keys and values")
     _refuse_if(missing, model, f"its forward takes no {sorted(missing)}")
     padding = getattr(config, "pad_token_id", None)
-    _refuse_if(counts_positions(type(model)) and padding is None, model, "it numbers its positions from a padding token")
+    counts = counts_positions(type(model)) and padding is None
+    _refuse_if(counts, model, "it numbers its positions from the padding token's id, but its config has no pad_token_id")
     changing = _rope_types(config) & {"dynamic", "longrope"}
     _refuse_if(changing, model, f"its {changing} rotary embedding depends on the longest sequence of the batch")
 

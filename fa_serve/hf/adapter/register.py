@@ -44,7 +44,7 @@ def patch(model: PreTrainedModel) -> PreTrainedModel:
         rule = "model must be a model of transformers, as from_pretrained returns it (PreTrainedModel)"
         got = f"{type(model).__module__}.{type(model).__qualname__}"
         raise TypeError(
-            f"{rule}, got {got}: patch the model inside it, such as pipeline.model or, of DataParallel, wrapper.module"
+            f"{rule}, got {got}: patch the model inside it, such as pipeline.model, or wrapper.module of DataParallel"
         )
     parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
     for part in parts:
@@ -59,7 +59,7 @@ def patch(model: PreTrainedModel) -> PreTrainedModel:
     try:
         seat_states(model)
     except UnsupportedModelError as error:
-        log.warning("recurrences stay as transformers computes them: %s", error)
+        log.warning("recurrences are left to transformers: %s", error)
     return model
 
 
@@ -83,7 +83,7 @@ def patch_parts(model: PreTrainedModel) -> PreTrainedModel:
         for part in text.modules():
             if isinstance(part, PreTrainedModel):
                 check_class(type(part))
-        log.info("fa_serve serves the language model alone: %s", error)
+        log.info("fa_serve serves only the language model: %s", error)
     model.set_attn_implementation({key: NAME})
     return model
 

@@ -108,7 +108,7 @@ class SeatedMixer:
     def __init__(self, module: nn.Module, number: int, uncalled: frozenset[str] = frozenset()) -> None:
         names = exchanged_functions(module)
         if not names:
-            raise UnsupportedModelError(f"{type(module).__name__} keeps a state by code that has no replacement")
+            raise UnsupportedModelError(f"{type(module).__name__} keeps a state with code that fa_serve cannot replace")
         self.module = module
         self.number = number
         self.uncalled = uncalled
@@ -162,7 +162,7 @@ def convolution(
 ) -> Tensor:
     """`causal_conv1d_fn`. hidden_states: (batch, channels, seqlen)"""
     if activation not in (None, "silu", "swish"):
-        raise UnsupportedModelError(f"a causal convolution has the activation None or silu, got {activation}")
+        raise UnsupportedModelError(f"a causal convolution must have the activation None or silu, got {activation}")
     fixed = {"weight": weight, "bias": bias, "activation": activation and "silu"}
     out, _ = compute(StateCall(CONVOLUTION, {"x": hidden_states.transpose(1, 2)}, fixed))
     return out.transpose(1, 2)

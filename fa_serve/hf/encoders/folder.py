@@ -131,7 +131,7 @@ def read_folder(path: str, task: EncoderTask) -> EncoderFolder:
     found = tuple(module for module in modules if module.kind not in (*_TRANSFORMERS, *_SKIPPED))
     for module in found:
         if module.kind not in _KNOWN:
-            rule = f"have modules that are {', '.join(_KNOWN)} behind a Transformer, and not {module.kind}, which is not built"
+            rule = f"have only these modules after a Transformer: {', '.join(_KNOWN)}; {module.kind} is not supported"
             raise ParameterError("model", rule, path)
     limits = [settings.get("max_seq_length")]
     match task:
@@ -195,10 +195,10 @@ def _check_late_interaction(path: str, general: dict[str, Any], settings: dict[s
     for name, off, told in (
         ("do_query_expansion", "false", expands),
         ("skiplist_words", "[]", skips),
-        ("query_prefix or document_prefix", '""', prefix),
+        ("query_prefix and document_prefix", '""', prefix),
     ):
         if told:
-            rule = f"have no {name} in {_GENERAL} ({off}, if it names them), because fa_serve encodes the tokens as they are"
+            rule = f"set {name} to {off} in {_GENERAL}, because fa_serve encodes the tokens as they are"
             raise ParameterError("model", rule, path)
 
 
@@ -206,8 +206,8 @@ def _only(path: str, found: tuple[EncoderModule, ...], task: str, kinds: tuple[s
     """Return the modules. Raises ParameterError for a module of any other kind, because the task would leave it out."""
     for module in found:
         if module.kind not in kinds:
-            allowed = f"no module but {', '.join(kinds)}" if kinds else "no modules"
-            rule = f"have {allowed} behind its Transformer for the task {task}, and not {module.kind}, which would be left out"
+            allowed = f"only {', '.join(kinds)}" if kinds else "no modules"
+            rule = f"have {allowed} after its Transformer for the task {task}, and not {module.kind}, which would be left out"
             raise ParameterError("model", rule, path)
     return found
 
@@ -215,7 +215,7 @@ def _only(path: str, found: tuple[EncoderModule, ...], task: str, kinds: tuple[s
 def _check_order(path: str, found: tuple[EncoderModule, ...]) -> None:
     """Raise ParameterError unless each module of an embedder reads what the module before it has written."""
     if not any(module.kind == "Pooling" for module in found):
-        raise ParameterError("task", "be another one for a folder whose modules have no Pooling", "embed")
+        raise ParameterError("task", "not be embed for a folder without a Pooling module", "embed")
     _only(path, found, "embed", ("Pooling", "Dense", "LayerNorm", "Normalize"))
     has = _TOKENS
     for module in found:
@@ -224,7 +224,7 @@ def _check_order(path: str, found: tuple[EncoderModule, ...]) -> None:
         writes = _TEXT if is_pooling else module.config.get("module_output_name") or reads
         if (reads, writes) != (has, _TEXT if is_pooling else has):
             rule = (
-                f"have modules that each read what the one before has written, which is {has}, and "
+                f"have modules that each read what the previous module has written, here {has}, but "
                 f"{module.path or module.kind} reads {reads} and writes {writes}"
             )
             raise ParameterError("model", rule, path)
@@ -246,7 +246,7 @@ def _modules_of_tokens(path: str, found: tuple[EncoderModule, ...], model_type: 
         if module.kind == "MultiVectorMask":
             for name in ("skiplist_words", "keep_only_token_ids"):
                 if module.config.get(name):
-                    rule = f"have no {name} in its MultiVectorMask, because fa_serve gives the vectors of all tokens"
+                    rule = f"have no {name} in its MultiVectorMask, because fa_serve returns the vectors of all tokens"
                     raise ParameterError("model", rule, path)
         elif module.kind == "Normalize" and reads == _TEXT:
             continue  # it has nothing to normalise, because no module computes one vector for a text
@@ -254,7 +254,7 @@ def _modules_of_tokens(path: str, found: tuple[EncoderModule, ...], model_type: 
             kept.append(module)
         else:
             rule = (
-                f"have modules behind its Transformer that read and write {_TOKENS}, and {module.path or module.kind} "
+                f"have modules after its Transformer that read and write {_TOKENS}, but {module.path or module.kind} "
                 f"reads {reads} and writes {writes}"
             )
             raise ParameterError("model", rule, path)
@@ -311,7 +311,7 @@ def _task_of_modules(path: str, modules: list[EncoderModule]) -> EncoderTask:
         raise ParameterError("model", f"be a folder whose {MODULES} begins with a Transformer", path)
     told = modules[0].config.get("transformer_task", "feature-extraction")
     if told not in _TRANSFORMER_TASKS or "LogitScore" in kinds:
-        rule = f"be a folder whose Transformer is for {', '.join(_TRANSFORMER_TASKS)}, and not for {told}, which is not built"
+        rule = f"be a folder whose Transformer is for {', '.join(_TRANSFORMER_TASKS)}; {told} is not supported"
         raise ParameterError("model", rule, path)
     if told == "sequence-classification":
         return cast(EncoderTask, _task_of_architecture(read_json(path, "config.json") or {}))

@@ -68,7 +68,7 @@ def load_encoder(folder: EncoderFolder, *, dtype: str, device: torch.device, tru
     model = cast(PreTrainedModel, cast(nn.Module, found).to(device).eval().requires_grad_(False))
     packed = PackedModel(model)
     if not packed.packs:
-        log.warning("%s does not follow packed sequences: its batches are padded", type(model).__name__)
+        log.warning("%s does not support packed sequences: its batches are padded", type(model).__name__)
     labels = labels_of(model.config) if folder.task in ("score", "classify") else ()
     modules = load_modules(folder, model.dtype, device)
     return LoadedEncoder(packed, modules, labels, _max_positions(packed))
@@ -89,7 +89,7 @@ def _load(folder: EncoderFolder, dtype: str, device: torch.device, trust_remote_
 
     model, own = with_its_attention(load)
     if own is not None:
-        log.warning("the attention of this model is its own: %s", own)
+        log.warning("fa_serve cannot replace the attention of this model: %s", own)
     return model
 
 
@@ -129,7 +129,7 @@ def _require_head(folder: EncoderFolder, report: Any) -> None:
     """
     missing = sorted(name for name in report["missing_keys"] if "pooler." not in name or folder.task in ("score", "classify"))
     if missing:
-        rule = f"have all weights of a model for the task {folder.task} (--task), and {', '.join(missing[:3])} are missing"
+        rule = f"have all weights of a model for the task {folder.task} (--task), but {', '.join(missing[:3])} are missing"
         raise ParameterError("model", rule, folder.path)
 
 

@@ -122,7 +122,7 @@ def activation_of(name: str) -> nn.Module:
     """An activation by the name of its class, as configs have it. Raises ParameterError for an unknown activation."""
     last = name.rpartition(".")[2]
     if last not in _ACTIVATIONS:
-        raise ParameterError("model", f"have activations that are one of {', '.join(_ACTIVATIONS)}", name)
+        raise ParameterError("model", f"have one of these activations: {', '.join(_ACTIVATIONS)}", name)
     return cast(nn.Module, getattr(nn, last)())
 
 
@@ -153,7 +153,7 @@ def pooling_modes(module: EncoderModule) -> tuple[str, ...]:
     modes = (told,) if isinstance(told, str) else tuple(told)
     for mode in modes:
         if mode not in POOLING_MODES:
-            raise ParameterError("model", f"have a pooling_mode of {', '.join(POOLING_MODES)}", mode)
+            raise ParameterError("model", f"have one of these values of pooling_mode: {', '.join(POOLING_MODES)}", mode)
     return modes
 
 

@@ -149,7 +149,7 @@ def require_text(base: PreTrainedModel) -> None:
     elif lacking:
         why = f"its config has no {' and no '.join(lacking)}"
     elif outputs:
-        why = f"it gives {outputs[0]}, which has no last_hidden_state"
+        why = f"it returns {outputs[0]}, which has no last_hidden_state"
     else:
         return
     raise UnsupportedModelError(
@@ -207,7 +207,8 @@ class PackedModel:
             fused = fuse_encoder(self.base, lambda batch: self._packed(inputs, fa_serve_batch=batch)) or self._fuse_decoder()
             if fused and not self._agrees(lambda: self._packed(inputs), wanted):
                 self._unfuse()
-                log.warning("the fused layers of %s differ together: they run as they are", type(self.base).__name__)
+                name = type(self.base).__name__
+                log.warning("the fused layers of %s give a different result when run together; they stay unfused", name)
                 return 0
         return fused
 

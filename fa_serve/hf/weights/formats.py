@@ -231,7 +231,7 @@ class PackQuantized(_Int4):
 
     def read(self, tensors: Mapping[str, Tensor], n: int, k: int) -> QuantizedWeight:
         if tensors["weight_shape"].tolist() != [n, k]:
-            raise ParameterError("weight_shape", f"be {[n, k]}, the layer's", tensors["weight_shape"].tolist())
+            raise ParameterError("weight_shape", f"be {[n, k]}, the shape of the layer", tensors["weight_shape"].tolist())
         size = _size(k, self.group_size)
         values = _nibbles(tensors["weight_packed"])[:, :k]
         columns = _columns("weight_g_idx", tensors["weight_g_idx"], size) if self.ordered else None
@@ -340,7 +340,7 @@ class Mxfp4:
     def read(self, tensors: Mapping[str, Tensor], n: int, k: int) -> QuantizedWeight:
         scales = tensors["weight_scales"]
         if bool((scales == 255).any()):
-            raise ParameterError("weight_scales", "be at most 254, because 255 stands for no number", 255)
+            raise ParameterError("weight_scales", "be at most 254, because 255 stands for NaN", 255)
         blocks = tensors["weight_blocks"].flatten(1)
         values = torch.stack([blocks & 15, blocks >> 4], dim=2).flatten(1)
         return QuantizedWeight(pack_int4(values), scales.contiguous(), group_size=RUN, width=k)

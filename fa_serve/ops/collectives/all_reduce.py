@@ -81,7 +81,7 @@ class AllReduce:
         self, store: Store, rank: int, size: int, device: torch.device, *, host: str = LOOPBACK, ordered: bool = False
     ) -> None:
         if dist.is_initialized():
-            raise RuntimeError("this process belongs to a process group of torch.distributed already; end that one first")
+            raise RuntimeError("this process already belongs to a process group of torch.distributed; destroy that one first")
         self._size = size
         self._ordered = ordered
         self._paused = False
@@ -210,7 +210,7 @@ class AllReduce:
         closing.start()
         closing.join(CLOSE_SECONDS)
         if closing.is_alive():
-            log.warning("the process group of the ranks has not ended within %g s; it ends with this process", CLOSE_SECONDS)
+            log.warning("the process group of the ranks did not end within %g s; it will end with this process", CLOSE_SECONDS)
 
 
 def add_and_norm(

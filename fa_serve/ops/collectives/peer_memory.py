@@ -68,14 +68,14 @@ class Facts(NamedTuple):
 def peer_refusal(ranks: Sequence[Facts]) -> str | None:
     """Why these ranks must sum through NCCL, or None if they can access each other's memory."""
     if len(ranks) > MAX_RANKS:
-        return f"there are {len(ranks)} ranks, and at most {MAX_RANKS} access each other's memory"
+        return f"there are {len(ranks)} ranks, but at most {MAX_RANKS} can access each other's memory"
     for rank, facts in enumerate(ranks):
         if facts.obstacle:
             return f"rank {rank}: {facts.obstacle}"
     if len({facts.host for facts in ranks}) > 1:
         return "the ranks are on several machines"
     if len({facts.device for facts in ranks}) < len(ranks):
-        return "several ranks call their GPU by the same number"
+        return "several ranks report the same GPU number"
     for rank, facts in enumerate(ranks):
         missing = {other.device for other in ranks} - {facts.device, *facts.reached}
         if missing:
@@ -124,11 +124,11 @@ class PeerSums:
             reason = next((f"rank {n} got no symmetric memory: {text}" for n, text in enumerate(obstacles) if text), None)
             if reason is None:
                 if size == PUSHED_RANKS:
-                    log.info("sums of any size over %d ranks take one kernel", size)
+                    log.info("sums of any size over %d ranks use one kernel", size)
                 else:
-                    log.info("sums of up to %d KB over %d ranks take one shot, larger ones NCCL", MAX_BYTES >> 10, size)
+                    log.info("sums over %d ranks use one shot up to %d KB and NCCL above", size, MAX_BYTES >> 10)
                 return found
-        log.info("sums over %d ranks take NCCL: %s", size, reason)
+        log.info("sums over %d ranks use NCCL: %s", size, reason)
         return None
 
     def takes(self, x: Tensor) -> bool:
@@ -179,7 +179,7 @@ def _facts_of(device: torch.device) -> Facts:
     elif not hasattr(_symmetric_memory, "rendezvous"):
         obstacle = f"torch {torch.__version__} has no symmetric memory"
     elif not can_exchange():
-        obstacle = f"torch {torch.__version__} connects GPUs once in a process, and this one has done so"
+        obstacle = f"torch {torch.__version__} can connect GPUs only once per process, and this process already has"
     number = torch.cuda.current_device() if device.index is None else device.index
     others = (other for other in range(torch.cuda.device_count()) if other != number)
     reached = [other for other in others if torch.cuda.can_device_access_peer(number, other)]

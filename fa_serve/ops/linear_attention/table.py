@@ -49,9 +49,9 @@ class RecurrenceKernel:
     def fits(self, recurrence: Recurrence) -> str | None:
         """None if the kernel computes the recurrence, else the reason why it does not."""
         if recurrence.kind not in self.kinds:
-            return f"computes {' and '.join(self.kinds)}, got {recurrence.kind}"
+            return f"computes recurrences of kind {' or '.join(self.kinds)}, got {recurrence.kind}"
         if recurrence.rows not in self.rows:
-            return f"computes sequences of {' and '.join(self.rows)} rows, got {recurrence.rows}"
+            return f"takes rows={' or '.join(map(repr, self.rows))}, got {recurrence.rows!r}"
         return self.refuses(recurrence)
 
 
@@ -89,7 +89,7 @@ def refuses_matrix(recurrence: Recurrence) -> str | None:
 def refuses_scan(recurrence: Recurrence) -> str | None:
     """Why the kernel of states that are vectors does not compute the recurrence, or None."""
     if recurrence.page_size % 16 > 0:
-        return f"takes pages of a multiple of 16 tokens, got {recurrence.page_size}"
+        return f"takes pages whose size is a multiple of 16 tokens, got {recurrence.page_size}"
     return refuses_kernel(recurrence)
 
 
@@ -100,7 +100,7 @@ def refuses_no_recurrence(recurrence: Recurrence) -> None:
 RECURRENCE_KERNELS: tuple[RecurrenceKernel, ...] = (
     RecurrenceKernel(
         name="few_rows",
-        about="up to 16 rows behind a state page and a tail",
+        about="up to 16 rows after a state page and a tail",
         launches=("_compute_few_rows",),
         kinds=("delta", "linear"),
         rows=("few",),
@@ -155,4 +155,4 @@ def select_recurrence_kernel(recurrence: Recurrence) -> RecurrenceChoice:
         if reason is None:
             return RecurrenceChoice(kernel, kernel.tile(recurrence), passed_over)
         passed_over[kernel.name] = reason
-    raise AssertionError(f"the last row of the table computes every recurrence, but not {recurrence}")
+    raise AssertionError(f"no kernel takes {recurrence}, although the last row of the table must take every recurrence")

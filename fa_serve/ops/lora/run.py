@@ -51,15 +51,15 @@ def refuses_merging(x: Tensor, weight: Weight, weights: LoraWeights, batch: Lora
     """Why the launches of a product do not compute its adapters; None if they do."""
     kind = ("one token" if len(x) == 1 else "few tokens") + ("" if activation is None else ", gated")
     if kind not in MERGED_PRODUCTS:
-        return f"adapters are not merged with a product of {kind} (ops/lora/run.py:MERGED_PRODUCTS)"
+        return f"adapters are computed separately for {kind} (ops/lora/run.py:MERGED_PRODUCTS)"
     if not isinstance(weight, Tensor):
-        return "multiplies matrices of floats"
+        return "supports floating-point matrices only"
     if not x.dtype == weight.dtype == weights.a.dtype == weights.b.dtype:
-        return "multiplies weights and adapters of the dtype of the input"
+        return "supports only weights and adapters that have the input's dtype"
     if batch.block_rows != 16 or not 0 < len(x) <= MOST_MERGED_TOKENS:
         return f"multiplies 1 to {MOST_MERGED_TOKENS} tokens in tiles of 16, got {len(x)} in tiles of {batch.block_rows}"
     if activation is not None and weights.widths not in ((len(weight),), (len(weight) // 2,) * 2):
-        return f"gates a product of one part or two equal ones, got {weights.widths}"
+        return f"can gate a product only with one part or two equal parts, got {weights.widths}"
     if not weight.is_contiguous() or x.stride(1) != 1:
-        return "multiplies contiguous weights, and rows whose elements are contiguous"
+        return "needs contiguous weights, and rows whose elements are contiguous"
     return None

@@ -57,7 +57,7 @@ def _other_gpu(product: Product) -> str | None:
         got = f"compute capability {product.arch / 10}" if product.arch else "another device"
         return f"runs on Hopper (compute capability 9.0) only, got {got}"
     if not product.gluon:
-        return "needs another release of Triton, or one that does not interpret kernels"
+        return "needs a supported release of Triton, and TRITON_INTERPRET off"
     return _unless(product.aligned, "copies 16 bytes at a time, and the weight's address is not a multiple of 16")
 
 
@@ -75,12 +75,12 @@ def _other_tokens(product: Product, least: int, most: int) -> str | None:
 def _other_groups(product: Product, sizes: tuple[int, ...], multiple: int) -> str | None:
     fits = product.has_row_scales or product.group in sizes or product.group % multiple == 0
     of_sizes = "".join(f"{size}, " for size in sizes if size % multiple)
-    return _unless(fits, f"takes groups of {of_sizes}a multiple of {multiple} or all columns, got {product.group}")
+    return _unless(fits, f"takes groups of {of_sizes}any multiple of {multiple}, or whole rows, got {product.group}")
 
 
 def _too_large(product: Product) -> str | None:
     most = MOST_WEIGHTS[product.values]
-    return _unless(product.n * product.k < most, f"counts fewer than {most} weights, got {product.n} x {product.k}")
+    return _unless(product.n * product.k < most, f"supports fewer than {most} weights (n * k), got {product.n} x {product.k}")
 
 
 def _part_of_16_bytes(product: Product) -> str | None:
@@ -93,21 +93,21 @@ def _cannot_read_float8(product: Product) -> str | None:
 
 
 def refuses_invariant(product: Product) -> str | None:
-    return _unless(product.invariant, "is slower, and computes what must not depend on the number of rows")
+    return _unless(product.invariant, "is used only if results must not depend on the number of rows, because it is slower")
 
 
 def refuses_invariant_wgmma(product: Product) -> str | None:
     """The kernel for many rows has the bits of `invariant`, as if it were one more of its tiles."""
     refused = refuses_invariant(product) or _other_gpu(product) or _other_dtype(product, *HALVES)
     if refused is None and not tiles.CHOOSES_BY_ROWS:
-        refused = "tiles do not follow the number of rows (products/tiles.py:CHOOSES_BY_ROWS)"
+        refused = "tiles are not chosen by the number of rows (products/tiles.py:CHOOSES_BY_ROWS is off)"
     if refused is None and product.matrix_dtype != product.dtype:
-        refused = "multiplies matrices of the dtype of the input"
+        refused = "multiplies only matrices that have the input's dtype"
     refused = refused or _other_tokens(product, tiles.LEAST_WGMMA_ROWS, MOST_ROWS)
     # 256 rows and 4,096 columns (64 tiles) took 28.2 us on one H200, and 33.8 with `invariant`, which loads by pointers
     least = product.num_sms * 2 // 5
     found = -(-product.tokens // 128) * -(-product.n // 128)
-    refused = refused or _unless(found >= least, f"has at least {least} tiles of 128 x 128, got {found}")
+    refused = refused or _unless(found >= least, f"needs at least {least} tiles of 128 x 128, got {found}")
     return refused or _unless(product.k % 8 == 0, f"takes a multiple of 8 columns, got {product.k}")
 
 
@@ -127,7 +127,8 @@ def refuses_gemv(product: Product) -> str | None:
     elif refused is None:
         # a block of 256 columns consists of equal parts that lie in one group each
         refused = _other_groups(product, (32, 64, 128), 256)
-    return refused or _unless(product.k <= GEMV_COLUMNS, f"keeps up to {GEMV_COLUMNS} columns of a token, got {product.k}")
+    reason = f"supports up to {GEMV_COLUMNS} columns, because the token is kept in shared memory, got {product.k}"
+    return refused or _unless(product.k <= GEMV_COLUMNS, reason)
 
 
 def refuses_unpack_row(product: Product) -> str | None:
@@ -136,7 +137,7 @@ def refuses_unpack_row(product: Product) -> str | None:
 
 def refuses_scaled_mm(product: Product) -> str | None:
     return (
-        _unless(product.has_row_scales, f"takes a scale for each row, got groups of {product.group}")
+        _unless(product.has_row_scales, f"takes one scale per row, got groups of {product.group}")
         or _other_dtype(product, torch.bfloat16)
         or _unless(product.arch in SCALED_MM_ARCHS, "PyTorch has it for compute capabilities 8.9, 9.0, 10.0 and 10.3 only")
         or _unless(
@@ -174,7 +175,7 @@ def refuses_unpack_wgmma(product: Product) -> str | None:
     return (
         _other_tokens(product, 2, UNPACK_TOKENS.limit)
         or _refuses_unpacking_on_hopper(product)
-        or _unless(holds_scales, "rounds scales to the input's dtype, and float16 may not hold them")
+        or _unless(holds_scales, "rounds scales to the input's dtype, and these scales may not fit into float16")
     )
 
 
@@ -184,9 +185,14 @@ def refuses_one_expert(product: Product) -> str | None:
         _other_tokens(product, 2, ONE_EXPERT_TOKENS.limit)
         or _unless(product.n >= rows, f"multiplies at least {rows} rows of weights, got {product.n}")
         or _other_dtype(product, torch.bfloat16)
-        or _unless(product.is_packed or not product.has_row_scales, "takes float8 weights with scales for groups of columns")
+        or _unless(
+            product.is_packed or not product.has_row_scales, "takes float8 weights only with scales for groups of columns"
+        )
         or _refuses_unpacking_on_hopper(product)
-        or _unless(product.n * product.k < MOST_VALUES, f"counts fewer than {MOST_VALUES} values in 32 bits")
+        or _unless(
+            product.n * product.k < MOST_VALUES,
+            f"supports fewer than {MOST_VALUES} values (32-bit offsets), got {product.n} x {product.k}",
+        )
     )
 
 
@@ -204,8 +210,8 @@ def refuses_expert_rows(product: Product) -> str | None:
     experts = EXPERT_ROWS.limit
     few = product.tokens == 1 or experts * product.pairs <= product.num_experts
     got = f"got {product.pairs} pairs and {product.num_experts} experts"
-    return _unless(product.by_rows, "takes weights whose rows are contiguous, of both products") or _unless(
-        few, f"takes one token, or {experts} experts for each pair, {got}"
+    return _unless(product.by_rows, "needs contiguous rows in the weights of both products") or _unless(
+        few, f"needs a single token, or at least {experts} experts per pair, {got}"
     )
 
 
@@ -215,9 +221,10 @@ def refuses_expert_matrices(product: Product) -> str | None:
         _other_gpu(product)
         or _other_dtype(product, torch.bfloat16)
         or _unless(
-            product.matrix_dtype == product.dtype, f"multiplies weights of the input's dtype, got {product.matrix_dtype}"
+            product.matrix_dtype == product.dtype,
+            f"multiplies only weights that have the input's dtype, got {product.matrix_dtype}",
         )
-        or _unless(product.pairs_per_expert >= least, f"takes at least {least} pairs for each expert, got {_average(product)}")
+        or _unless(product.pairs_per_expert >= least, f"takes at least {least} pairs per expert, got {_average(product)}")
         or _unless(product.contiguous, "takes contiguous matrices, by rows or by columns")
         # it copies 64 columns at a time, in units of 8 numbers along a row or, if transposed, along a column
         or _unless(
@@ -225,7 +232,8 @@ def refuses_expert_matrices(product: Product) -> str | None:
             f"takes a multiple of 16 rows and of 64 columns, got {product.n} x {product.k}",
         )
         or _unless(
-            product.num_experts * max(product.n, product.k) < MOST_ROWS, f"counts fewer than {MOST_ROWS} rows of all experts"
+            product.num_experts * max(product.n, product.k) < MOST_ROWS,
+            f"supports fewer than {MOST_ROWS} rows over all experts",
         )
     )
 
@@ -238,8 +246,8 @@ def refuses_expert_wgmma(product: Product) -> str | None:
         # a block of 256 columns consists of equal parts that lie in one group each
         or _other_groups(product, (32, 64, 128), 256)
         or _part_of_16_bytes(product)
-        or _unless(product.n * product.k < MOST_VALUES, f"counts fewer than {MOST_VALUES} values of an expert")
-        or _unless(product.pairs_per_expert <= most, f"takes up to {most} pairs for each expert, got {_average(product)}")
+        or _unless(product.n * product.k < MOST_VALUES, f"supports fewer than {MOST_VALUES} values per expert (32-bit offsets)")
+        or _unless(product.pairs_per_expert <= most, f"takes up to {most} pairs per expert, got {_average(product)}")
     )
 
 
@@ -247,6 +255,4 @@ def refuses_dequantise_experts(product: Product) -> str | None:
     more = GROUPED_PAIRS.limit
     # tensor cores do not multiply float32, and without them a product takes longer than unpacking
     many = product.pairs_per_expert > more
-    return _other_dtype(product, *HALVES) or _unless(
-        many, f"takes more than {more} pairs for each expert, got {_average(product)}"
-    )
+    return _other_dtype(product, *HALVES) or _unless(many, f"takes more than {more} pairs per expert, got {_average(product)}")

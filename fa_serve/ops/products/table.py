@@ -99,13 +99,17 @@ class Kernel:
     def fits(self, product: Product) -> str | None:
         """None if the kernel computes the product, else the reason why it does not."""
         if self.grouped not in (None, product.num_experts > 0):
-            return "multiplies the weights of experts" if self.grouped else "multiplies a weight that is not one of experts"
+            return (
+                "multiplies the weights of experts only"
+                if self.grouped
+                else "multiplies dense weights only, not the weights of experts"
+            )
         if product.values not in self.values:
             return f"multiplies {' and '.join(self.values)} weights, got {product.values}"
         if self.triton and not product.triton:
             return "needs Triton, which does not run on the device"
         if product.invariant and not self.invariant:
-            return "the bits of a row depend on the number of rows"
+            return "its results for a row depend on the number of rows"
         if product.rounded and not self.in_float8:
             return "does not multiply input in float8"
         return self.refuses(product)
@@ -177,7 +181,7 @@ KERNELS: tuple[Kernel, ...] = (
     ),
     Kernel(
         name="float8_wgmma",
-        about="rounded input with float8 on Hopper",
+        about="input rounded to float8, float8 weights, on Hopper",
         launches=("_scaled_wgmma",),
         plan=f"{_QUANTISED}.float8_wgmma:plan_float8_wgmma",
         values=("float8",),
@@ -187,7 +191,7 @@ KERNELS: tuple[Kernel, ...] = (
     ),
     Kernel(
         name="scaled_mm",
-        about="rounded input with float8, by PyTorch",
+        about="input rounded to float8, float8 weights, by PyTorch",
         launches=("torch._scaled_mm",),
         plan="fa_serve.ops.products.pytorch:plan_scaled_mm",
         values=("float8",),
@@ -206,7 +210,7 @@ KERNELS: tuple[Kernel, ...] = (
     ),
     Kernel(
         name="one_expert",
-        about="more tokens on Hopper, by the kernel of experts",
+        about="more tokens on Hopper, by the kernel for experts",
         launches=("_grouped_wgmma",),
         plan="fa_serve.ops.moe.unpack_wgmma:plan_one_expert",
         values=("int4", "float8"),
@@ -233,7 +237,7 @@ KERNELS: tuple[Kernel, ...] = (
     ),
     Kernel(
         name="invariant_wgmma",
-        about="many tokens on Hopper, with the bits of `invariant`",
+        about="many tokens on Hopper, with the same bits as `invariant`",
         launches=("invariant_matrix",),
         plan="fa_serve.ops.products.row_invariant_wgmma:plan_invariant_wgmma",
         values=("float",),
@@ -243,7 +247,7 @@ KERNELS: tuple[Kernel, ...] = (
     ),
     Kernel(
         name="invariant",
-        about="any number of tokens, with the same bits for each",
+        about="any number of tokens, which does not change the bits of a row",
         launches=("_invariant_linear",),
         plan="fa_serve.ops.products.row_invariant:plan_invariant",
         values=ANY_VALUES,
@@ -253,7 +257,7 @@ KERNELS: tuple[Kernel, ...] = (
     ),
     Kernel(
         name="expert_rows",
-        about="few tokens, each with the rows of its experts",
+        about="few tokens; each pair reads its expert's rows",
         launches=("_gated_rows", "_mixed_rows"),
         plan="fa_serve.ops.moe.rows:plan_rows",
         values=ANY_VALUES,
@@ -286,7 +290,7 @@ KERNELS: tuple[Kernel, ...] = (
     ),
     Kernel(
         name="dequantise_experts",
-        about="`grouped` with the matrices of some experts at a time",
+        about="`grouped`, with the unpacked matrices of some experts at a time",
         launches=("_dequantize", "_grouped_linear"),
         plan="fa_serve.ops.moe.grouped:plan_dequantised",
         values=QUANTISED,
@@ -329,7 +333,7 @@ def select_kernel(product: Product) -> KernelChoice:
         if reason is None:
             return KernelChoice(kernel, kernel.tile(product), passed_over)
         passed_over[kernel.name] = reason
-    raise AssertionError(f"the last row of the table computes every product, but not {product}")
+    raise AssertionError(f"no row of the table computes {product}")
 
 
 def kernel_named(name: str) -> Kernel:

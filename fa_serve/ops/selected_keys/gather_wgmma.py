@@ -343,13 +343,16 @@ def cannot_gather(q: Tensor, k: Tensor, v: Tensor, shared: bool) -> str | None:
     heads = q.shape[1]
     rest = k.shape[3] - v.shape[3]
     if not shared or k.shape[2] != 1 or v.shape[3] not in (256, 512) or rest not in range(16, ROPE.value + 1, 16):
-        return "has latent keys of 256 or 512 numbers and 16, 32, 48 or 64 more"
+        return (
+            "needs latent keys: one KV head, values that are the first 256 or 512 numbers of the keys, and 16, 32, 48 or 64 "
+            "numbers after them"
+        )
     if heads % 64:
-        return f"has multiples of 64 query heads, got {heads}"
+        return f"needs a multiple of 64 query heads, got {heads}"
     if q.element_size() != 2:
-        return "multiplies 16-bit numbers"
+        return "needs 16-bit inputs"
     if any(x.data_ptr() % 16 or any(stride % 16 for stride in x.stride()[:-1]) for x in (q, k)):
-        return "copies 16 bytes at a time, which strides and addresses must allow"
+        return "needs addresses that are multiples of 16 bytes and strides that are multiples of 16 elements"
     return None
 
 

@@ -44,7 +44,10 @@ def test_supports(dims: tuple[int, int], layout: str) -> None:
         ({"arch": 100}, "got compute capability 10.0"),
         ({"dtype": torch.float32, "kv_dtype": torch.float32}, "got float32"),
         ({"op": "decode"}, "of a paged cache"),
-        ({"layout": "paged", "page_size": 16, "op": "decode"}, "divides the keys itself: one query, and a given num_splits"),
+        (
+            {"layout": "paged", "page_size": 16, "op": "decode"},
+            "chooses the splits itself; the portable kernel serves one query and a given num_splits",
+        ),
         (
             {"layout": "paged", "page_size": 16, "op": "decode", "sizes": (1, 8, 2048)},
             "got heads of 128, 1 sequence of up to 8 queries",
@@ -56,7 +59,7 @@ def test_supports(dims: tuple[int, int], layout: str) -> None:
         ({"layout": "paged", "page_size": 16, "op": "store_kv"}, "got op 'store_kv'"),
         ({"layout": "paged", "page_size": 16, "kv_dtype": torch.float8_e4m3fn}, "got float8_e4m3fn"),
         ({"layout": "paged", "page_size": 8}, "got 8"),
-        ({"layout": "paged", "page_size": 16, "whole_rows": False}, "whole number of tokens"),
+        ({"layout": "paged", "page_size": 16, "whole_rows": False}, "page stride is a multiple of the token stride"),
         ({"head_dim": 84, "head_dim_v": 84}, "got 84"),
         ({"head_dim": 128, "head_dim_v": 60}, "got 128/60"),
         ({"head_dim": 264, "head_dim_v": 128}, "got 264/128"),
@@ -65,16 +68,22 @@ def test_supports(dims: tuple[int, int], layout: str) -> None:
             "masks of at least 256 queries and keys, got 512 and 100",
         ),
         ({"mask": "bool", "layout": "dense", "sizes": (1, 512, 512), "precision": "qk8"}, "without an explicit mask"),
-        ({"alibi": True}, "does not compute alibi, which the call uses"),
+        ({"alibi": True}, "does not support alibi, which the call uses"),
         ({"block_mask": True, "needs_grad": True}, "no backward pass for block_mask"),
-        ({"attention_chunk": True}, "does not compute attention_chunk"),
+        ({"attention_chunk": True}, "does not support attention_chunk"),
         ({"layout": "paged", "page_size": 16, "needs_grad": True}, "gradients"),
         ({"precision": "qk8", "block_mask": True}, "without a block_mask"),
         ({"precision": "fp8", "layout": "paged", "page_size": 16, "kv_dtype": torch.float16}, "got float16"),
         ({"precision": "fp8", "layout": "paged", "page_size": 16, "needs_grad": True}, "gradients"),
         ({"precision": "fp8", "needs_grad": True}, "no backward pass with precision 'fp8'"),
-        ({"precision": "fp8", "head_dim": 256, "head_dim_v": 256}, "head sizes of 64 and 128 with precision 'fp8', got 256"),
-        ({"precision": "qk8", "head_dim": 96, "head_dim_v": 96}, "head sizes of 64, 128 and 256 with precision 'qk8', got 96"),
+        (
+            {"precision": "fp8", "head_dim": 256, "head_dim_v": 256},
+            "supports head sizes 64 and 128 with precision 'fp8', got 256",
+        ),
+        (
+            {"precision": "qk8", "head_dim": 96, "head_dim_v": 96},
+            "supports head sizes 64, 128 and 256 with precision 'qk8', got 96",
+        ),
         ({"precision": "qk8", "head_dim": 128, "head_dim_v": 64}, "got 128/64"),
     ],
 )
@@ -100,8 +109,8 @@ def test_serves_few_queries_of_many_sequences() -> None:
         ({"sizes": None}, "for prompts"),
         ({"head_dim": 192}, "without softcap, got 192"),
         ({"softcap": True}, "got softcap"),
-        ({"block_mask": True}, "without lists of blocks"),
-        ({"attention_chunk": True}, "does not compute attention_chunk"),
+        ({"block_mask": True}, "without a block_mask"),
+        ({"attention_chunk": True}, "does not support attention_chunk"),
     ],
 )
 def test_follows_the_tree_for_prompts(change: dict, words: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +144,7 @@ def test_serves_float8_products(precision: Precision, dim: int) -> None:
         ({"head_dim_v": 84}, "got 128/84"),
         ({"dtype": torch.float32}, "got float32"),
         ({"mask": "float"}, "explicit mask"),
-        ({"alibi": True}, "does not compute alibi, which the call uses"),
+        ({"alibi": True}, "does not support alibi, which the call uses"),
         ({"deterministic": True}, "deterministic gradients"),
     ],
 )

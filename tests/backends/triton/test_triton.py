@@ -32,16 +32,19 @@ def test_serves_float8_products(arch: int, precision: Precision, dim: int) -> No
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"arch": 86}, "from compute capability 8.9 on, got 8.6"),
-        ({"arch": 0}, "from compute capability 8.9 on, got a ROCm device"),
+        ({"arch": 86}, "on compute capability 8.9 or newer, got 8.6"),
+        ({"arch": 0}, "on compute capability 8.9 or newer, got a ROCm device"),
         ({"dtype": torch.float32, "kv_dtype": torch.float32}, "for float16 and bfloat16, got float32"),
-        ({"mask": "bool", "layout": "dense"}, "without an explicit mask only, got a bool mask"),
-        ({"attention_chunk": True}, "without an attention_chunk only"),
-        ({"block_mask": True}, "without a block_mask only"),
+        ({"mask": "bool", "layout": "dense"}, "only without an explicit mask, got a bool mask"),
+        ({"attention_chunk": True}, "only without an attention_chunk"),
+        ({"block_mask": True}, "only without a block_mask"),
         ({"layout": "paged", "page_size": 16, "needs_grad": True}, "gradients"),
         ({"needs_grad": True}, "no backward pass with precision 'fp8'"),
-        ({"head_dim": 256, "head_dim_v": 256}, "head sizes of 64 and 128 with precision 'fp8', got 256"),
-        ({"precision": "qk8", "head_dim": 96, "head_dim_v": 96}, "head sizes of 64, 128 and 256 with precision 'qk8', got 96"),
+        ({"head_dim": 256, "head_dim_v": 256}, "supports head sizes 64 and 128 with precision 'fp8', got 256"),
+        (
+            {"precision": "qk8", "head_dim": 96, "head_dim_v": 96},
+            "supports head sizes 64, 128 and 256 with precision 'qk8', got 96",
+        ),
         ({"head_dim_v": 64}, "got 128/64"),
     ],
 )

@@ -104,7 +104,7 @@ def test_an_image_that_fails_ends_its_own_request(llava: Case, caplog: pytest.Lo
     assert outputs[0].error is not None
     assert outputs[0].error.code == "image_failed"
     assert "image 1 of 1" in outputs[0].error.message
-    assert "an image could not be encoded, which ends its request: ValueError" in caplog.text
+    assert "an image could not be encoded; its request ends with an error: ValueError" in caplog.text
     assert list(outputs[1].token_ids) == llava.generate(first, 0)
     assert list(outputs[2].token_ids) == llava.generate(given[2][0], 1)
     engine.check_integrity()
@@ -129,7 +129,7 @@ def fail_once(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_a_first_image_that_fails_does_not_tell_how_tokens_attend(gemma3: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = gemma3.engine()
     calls = fail_once(engine, monkeypatch)
-    with pytest.raises(ParameterError, match="images must be such that the model's towers take them"):
+    with pytest.raises(ParameterError, match="images must be images that the model's vision tower can encode"):
         answer(engine, gemma3.prompt(0), gemma3.images[0])
     ids = gemma3.prompt(1)
     assert answer(engine, ids, gemma3.images[1]) == gemma3.generate(ids, 1)
@@ -218,7 +218,7 @@ def test_towers_that_raise_end_no_text_in_their_step(
     assert batches[0].towers is not None
     assert batches[0].towers.limit == limit
     assert {chunk.sequence.request.request_id for chunk in batches[0].chunks} >= {*texts}
-    assert "1 images could not be encoded, which ends their requests" in caplog.text
+    assert "1 images could not be encoded; their requests end with an error" in caplog.text
     reasons: dict[str, str | None] = {}
     while outputs or engine.has_unfinished():
         for output in outputs:
@@ -374,9 +374,9 @@ def test_blocks_attend_both_ways(gemma3: Case, monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"max_images": 0}, "the engine is set to take none"),
-        ({"deterministic": True}, "attend both ways in deterministic mode are not built yet"),
-        ({"kv_cache_dtype": "fp8"}, "attend both ways with a float8 cache are not built yet"),
+        ({"max_images": 0}, "the engine is configured to take no images"),
+        ({"deterministic": True}, "attend both ways are not supported in deterministic mode yet"),
+        ({"kv_cache_dtype": "fp8"}, "attend both ways are not supported with a float8 cache yet"),
     ],
 )
 def test_what_is_not_built_says_so(gemma3: Case, settings: dict[str, Any], reason: str) -> None:
@@ -387,7 +387,7 @@ def test_what_is_not_built_says_so(gemma3: Case, settings: dict[str, Any], reaso
 def test_prompts_that_do_not_fit_their_images(llava: Case) -> None:
     engine = llava.engine(max_images=1)
     ids = llava.prompt(0)
-    with pytest.raises(ParameterError, match="images must be at most 1 in a prompt"):
+    with pytest.raises(ParameterError, match="images must hold at most 1 images per prompt"):
         answer(engine, ids, *llava.images)
     with pytest.raises(ParameterError, match="prompt must have an image token"):
         answer(engine, ids[:-2], llava.images[0])

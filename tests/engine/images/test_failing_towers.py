@@ -48,7 +48,7 @@ def test_failures_are_counted_by_the_images_that_are_lost(
     monkeypatch.setattr("fa_serve.engine.images.encoder.MAX_IMAGE_TOKENS", 2 * llava.count)
     encoder.advance(TowerWork([*images, third], limit=None, count=1))
     assert batches == [2, 1]
-    assert "1 images could not be encoded, which ends their requests" in caplog.text
+    assert "1 images could not be encoded; their requests end with an error" in caplog.text
     assert [encoder.has_failed(image.key) for image in images] == [False, False, True]
     encoder.check_integrity()
 

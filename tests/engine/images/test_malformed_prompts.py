@@ -98,13 +98,15 @@ def test_prompts_at_random(case: Case) -> None:
 def test_images_side_by_side_are_refused_where_the_model_could_not_tell_them_apart(case: Case) -> None:
     engine = case.engine()
     count = case.count
-    told = rf"prompt must have the image tokens \(150\) of each image side by side, \[{count}, {count}\] of them in order, and "
+    told = rf"prompt must have the image tokens \(150\) of each image next to each other, \[{count}, {count}\] of them in this "
     for tokens, runs in [
         ([5, *[IMAGE] * 2 * count, 6], [2 * count]),
         ([5, *[IMAGE] * (count - 1), 6, *[IMAGE] * (count + 1)], [count - 1, count + 1]),
         ([5, *[IMAGE] * count, 6, *[IMAGE] * (count - 1), 7, IMAGE], [count, count - 1, 1]),
     ]:
-        with pytest.raises(ParameterError, match=told + re.escape(f"another token between those of two images, got {runs}")):
+        with pytest.raises(
+            ParameterError, match=told + re.escape(f"order, and another token between those of two images, got {runs}")
+        ):
             engine.add_request("bad", tokens, GREEDY, images=case.images)
     assert not engine.has_unfinished()
 
@@ -121,7 +123,7 @@ def test_what_the_models_own_code_raises_is_told_with_its_rule(case: Case, mark:
     """Marks of images and sounds at the end, of which there are none."""
     engine = case.engine()
     tokens = [5, 152, *[IMAGE] * case.count, 153, 152, 151, mark]
-    with pytest.raises(ParameterError, match=r"prompt must have images, .* as the model's processor puts them \(") as error:
+    with pytest.raises(ParameterError, match=r"prompt must place images, .* as the model's processor does \(") as error:
         engine.add_request("bad", tokens, GREEDY, images=case.images[:1])
     assert "finds no positions" in error.value.rule
     assert error.value.value == tokens
@@ -140,10 +142,10 @@ def test_a_token_that_is_none_is_refused_beside_an_image_as_without_one(case: Ca
 def test_images_that_are_none(case: Case) -> None:
     engine = case.engine()
     for image in ("a.png", None, case.inputs[0], ImageInput.of({"pixel_values": torch.zeros(3)})):
-        with pytest.raises(ParameterError, match=r"images must hold what ImageInput.of makes of inputs with input_ids"):
+        with pytest.raises(ParameterError, match=r"images must hold what ImageInput.of returns for inputs with input_ids"):
             engine.add_request("bad", case.prompt(0), GREEDY, images=[image])
     answer(engine, case.prompt(0), case.images[0])
     named = {name: x for name, x in case.inputs[0].items() if name != "image_grid_thw"}
     if case.name == "qwen2_5_vl":
-        with pytest.raises(ParameterError, match=r"prompt must have images, .*finds no positions"):
+        with pytest.raises(ParameterError, match=r"prompt must place images, .*finds no positions"):
             engine.add_request("bad", case.prompt(0), GREEDY, images=[ImageInput.of(named)])

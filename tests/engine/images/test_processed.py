@@ -92,7 +92,7 @@ def test_what_the_processor_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     save_llava(tmp_path)
     processor = AutoProcessor.from_pretrained(tmp_path)
     pixels = PixelProcessor(processor)
-    with pytest.raises(ParameterError, match="images must hold images that the model's processor takes"):
+    with pytest.raises(ParameterError, match="images must hold images that the model's processor accepts"):
         pixels.process("no picture")
 
     def fail(*_: object, **__: object) -> None:

@@ -86,12 +86,12 @@ def test_plain_text_is_no_place(maker: PromptMaker) -> None:
 
 def test_as_many_places_as_pictures(maker: PromptMaker) -> None:
     for text, count in (("<image>", 2), ("text", 1), ("<image><image>", 1)):
-        with pytest.raises(ParameterError, match=rf"have <image> in the place of each of its {count} images, got"):
+        with pytest.raises(ParameterError, match=rf"contain <image> once for each of its {count} images, got"):
             maker.prompt(text, [picture(1)] * count)
 
 
 def test_a_picture_that_the_processor_refuses(maker: PromptMaker) -> None:
-    rule = "images must hold images that the model's processor takes"
+    rule = "images must hold images that the model's processor accepts"
     with pytest.raises(ParameterError, match=rf"{rule} .*, got 'type bytes'$"):
         maker.prompt("<image>", [b"file"])
     with pytest.raises(ParameterError, match=rf"{rule} .*, got 'an array of 2 x 3 x 4 x 5'$"):
@@ -119,8 +119,8 @@ def test_a_processor_with_other_tokens_is_refused(folder: Path, monkeypatch: pyt
     processor = make_llava(folder)
     reader = PromptReader(processor.tokenizer, 352, 256)
     monkeypatch.setattr(processors, "own_tokens", lambda *_: [1, 2, 3])
-    rule = r"LlavaProcessor cannot be used for one image at a time \(3 tokens for 1 of them, and 7 if each is alone\)"
-    with pytest.raises(ParameterError, match=rule):
+    told = r"3 tokens for 1 image, but 7 when each image is processed separately"
+    with pytest.raises(ParameterError, match=rf"LlavaProcessor cannot be used for one image at a time \({told}\)"):
         PromptMaker(processor, reader, IMAGE)
 
     def fail(*_: Any) -> None:
@@ -144,7 +144,7 @@ def test_a_processor_that_makes_others_of_two_images_takes_one(folder: Path, mon
     monkeypatch.setattr(kind, "_process_images", process)
     maker = PromptMaker(processor, PromptReader(processor.tokenizer, 352, 256), IMAGE)
     assert len(maker.prompt("<image>", [picture(1)]).tokens) == 4
-    rule = "images must be one at most, because LlavaProcessor makes other tokens of an image beside others"
+    rule = "images must hold at most one image, because LlavaProcessor treats several images differently"
     with pytest.raises(ParameterError, match=rule):
         maker.prompt("<image><image>", [picture(1)] * 2)
 
@@ -157,7 +157,7 @@ def test_an_order_of_tokens_that_the_processor_refuses(folder: Path, monkeypatch
         raise ValueError("an image stands in brackets")
 
     monkeypatch.setattr(type(processor), "validate_inputs", refuse)
-    rule = r"prompt must be a text that the model's processor takes \(ValueError: an image stands in brackets\)"
+    rule = r"prompt must be a text that the model's processor accepts \(ValueError: an image stands in brackets\)"
     with pytest.raises(ParameterError, match=rule):
         maker.prompt("<image>", [picture(1)])
 
@@ -172,7 +172,7 @@ def test_plain_text_in_a_prompt_that_the_processor_rewrites() -> None:
     tokens = case.maker.prompt(text, [picture(1)], plain=names).tokens
     assert list(tokens).count(case.image_token) == 4
     assert case.tokenizer.decode(tokens) == "<image>" * 4 + "<image_start>see <image> and <image>\u2603\n"
-    with pytest.raises(ParameterError, match="in the place of each of its 1 images, got '3 of them'"):
+    with pytest.raises(ParameterError, match="once for each of its 1 images, got '3 of them'"):
         case.maker.prompt(text, [picture(1)])
 
 

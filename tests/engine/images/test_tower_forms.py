@@ -62,7 +62,7 @@ def test_values_are_put_together_as_they_were() -> None:
 
 @pytest.mark.parametrize("value", [object(), {1}, nn.Linear(1, 1), range(3), iter([])], ids=lambda value: type(value).__name__)
 def test_what_is_not_known_has_no_form(value: object) -> None:
-    with pytest.raises(NoFormError, match="is not known"):
+    with pytest.raises(NoFormError, match=r"values of the type .* are not supported"):
         take_apart([value], [])
 
 
@@ -81,7 +81,7 @@ def test_hidden_states_come_first_and_names_in_any_order() -> None:
     for args in ((), (None,), (hidden, borders, None, 1)):
         with pytest.raises(NoFormError):
             call_of(*args)
-    with pytest.raises(NoFormError, match="numbers of the host"):
+    with pytest.raises(NoFormError, match="only strided tensors on the model's device"):
         LayerCall.of(NAMES, (hidden,), {}, torch.device("cuda"))
 
 
@@ -128,7 +128,7 @@ def test_padding() -> None:
     assert torch.equal(arguments["hidden_states"][:70], words["hidden_states"])
     assert torch.equal(arguments["cu_seqlens"], words["cu_seqlens"])
     assert call.cut(memory[0]).shape == (70, 8)
-    with pytest.raises(ValueError, match="a row for each row"):
+    with pytest.raises(ValueError, match="does not return one row per input row"):
         call.cut(torch.ones(70, 8))
     five = call_of(**packed([0, 10, 20, 30, 40, 50, 60, 64, 66, 70]))
     memory = five.allocate()

@@ -271,7 +271,7 @@ def store_of_two(other: Callable[[Any], Any]) -> store_module.AdapterStore:
             lambda own: own._replace(refusal="no such file"),
             r"be one that every rank can load \(rank 1 refuses it: no such file\)",
         ),
-        (lambda own: own._replace(content=own.content + 1), "be the same files for every rank"),
+        (lambda own: own._replace(content=own.content + 1), "consist of the same files on every rank and machine"),
     ],
 )
 def test_another_rank_may_refuse_an_adapter(folders, other, message) -> None:
@@ -312,7 +312,7 @@ def test_files_that_change_while_they_are_read_are_refused(engine, folders, tmp_
         return found
 
     monkeypatch.setattr(store_module, "read_adapter", read_and_replace)
-    with pytest.raises(ParameterError, match="have files that nobody changes while they are read"):
+    with pytest.raises(ParameterError, match="have files that do not change while they are read"):
         engine.load_adapter("live", folder)
     assert "live" not in engine.adapters.names
 
@@ -446,9 +446,7 @@ def test_what_has_no_adapters_says_so(make_engine, folders) -> None:
 def test_the_start_says_which_adapter_is_one_of_another_model(make_engine, tmp_path) -> None:
     weights = save_adapter(tmp_path / "other") / "adapter_model.safetensors"
     save_file({name.replace("layers.0", "layers.9"): x for name, x in load_file(weights).items()}, weights)
-    with pytest.raises(
-        ParameterError, match=r"lora must name adapters that the model can take: model.layers.9.*french="
-    ) as caught:
+    with pytest.raises(ParameterError, match=r"lora must name adapters that fit the model: model.layers.9.*french=") as caught:
         make_engine(lora=[f"french={tmp_path / 'other'}"])
     assert caught.value.field == "lora"
 

@@ -46,7 +46,7 @@ def test_decisions_come_from_rank_0_in_the_same_order(ends: tuple[Connection, Fo
     assert follower.gather(9) == [4, 9]
     assert ours.recv() == 9
     ours.send(("masks", None))
-    with pytest.raises(EngineDeadError, match=r"it waits for 'salt' of rank 0, which has sent 'masks'.*out of step"):
+    with pytest.raises(EngineDeadError, match=r"it expected 'salt' from rank 0, which sent 'masks'.*out of step"):
         follower.broadcast("salt", lambda: 0)
 
 
@@ -64,7 +64,9 @@ def test_calls_come_until_rank_0_stops_and_a_step_compares_digests(ends: tuple[C
     assert list(follower.calls()) == [("submit", ("a", 1)), ("step", ())]
     follower.add_to_digest([6])
     ours.send(sent[-1])
-    with pytest.raises(EngineDeadError, match="something else than rank 0 before step 2: the ranks are out of step"):
+    with pytest.raises(
+        EngineDeadError, match="its scheduling or sampling differed from rank 0's before step 2: the ranks are out of step"
+    ):
         next(follower.calls())
 
 
@@ -79,5 +81,5 @@ def test_an_error_ends_it_and_is_told(ends: tuple[Connection, Follower]) -> None
 def test_another_release_does_not_join(ends: tuple[Connection, Follower]) -> None:
     _, follower = ends
     follower._hello = replace(HELLO, version="0.0.1")
-    with pytest.raises(EngineDeadError, match=r"it runs fa_serve .*, and rank 0 runs 0\.0\.1"):
+    with pytest.raises(EngineDeadError, match=r"it runs fa_serve .*, but rank 0 runs 0\.0\.1"):
         follower.start()

@@ -209,7 +209,7 @@ def test_an_image_that_the_towers_refuse_ends_its_own_request(tmp_path: Path, ll
     engine = start(llava, tmp_path)
     wrong = ImageInput.of({**llava.inputs[1], "pixel_values": torch.zeros(1, 3, 30, 28)})
     ids = llava.prompt(1)
-    with pytest.raises(ParameterError, match="images must be such that the model's towers take them"):
+    with pytest.raises(ParameterError, match="images must be images that the model's vision tower can encode"):
         engine.add_request("first", ids, GREEDY, images=[wrong])
     images = [[llava.images[0]], [wrong], [llava.images[1]]]
     prompts = [llava.prompt(0), ids, llava.prompt(1, text=8)]

@@ -173,7 +173,7 @@ def test_what_ends_two_ranks_of_one_process() -> None:
     engine.add_request("a", [1, 2, 3], SamplingParams(max_tokens=50, ignore_eos=True))
     engine.step()
     engine._ranks.add_to_digest([1])
-    with pytest.raises(EngineDeadError, match=r"rank 1 of 2 failed: .* than rank 0 before step 2: the ranks are out of step"):
+    with pytest.raises(EngineDeadError, match=r"rank 1 of 2 failed: .* from rank 0's before step 2: the ranks are out of step"):
         _run(engine)
     engine.close()
     lost: list[EngineDeadError] = []
@@ -276,7 +276,7 @@ def test_calls_of_closed_ranks_fail_at_once() -> None:
 def test_settings_that_cannot_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_engine: Any) -> None:
     with pytest.raises(ParameterError, match="tensor_parallel must be a positive integer, got 0"):
         config(tensor_parallel=0)
-    with pytest.raises(ParameterError, match="be 1 for a model that is given instead of loaded, got 2"):
+    with pytest.raises(ParameterError, match="be 1 for a model that is already loaded, got 2"):
         make_engine(tensor_parallel=2)
     with pytest.raises(ParameterError, match="device must be auto, cpu or cuda with tensor_parallel"):
         open_ranks(config(tensor_parallel=2, device="cuda:1"))

@@ -40,5 +40,5 @@ def test_each_rank_of_a_machine_needs_a_device(monkeypatch: pytest.MonkeyPatch) 
     check_devices(EngineConfig(device="cuda", tensor_parallel=2), 2)
     with pytest.raises(ParameterError, match="tensor_parallel must be at most 2, the number of GPUs, got 4"):
         check_devices(EngineConfig(device="cuda", tensor_parallel=4), 4)
-    with pytest.raises(ParameterError, match="must have a GPU for each rank of a machine, and this one has 2, got 8"):
+    with pytest.raises(ParameterError, match="must leave a GPU for each rank on this machine, which has only 2, got 8"):
         check_devices(EngineConfig(device="cuda", tensor_parallel=8), 4)

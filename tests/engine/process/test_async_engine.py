@@ -246,7 +246,7 @@ def test_a_dead_process_is_replaced_as_often_as_allowed(model_folder, caplog) ->
     with caplog.at_level(logging.INFO, "fa_serve.engine"):
         asyncio.run(main())
     assert "kv cache: 64 pages" in caplog.text, "without a callback the phases are logged"
-    assert "has been restarted: restart 1 of 1; updates of its weights that are lost: 0" in caplog.text
+    assert "has been restarted (restart 1 of 1); weight updates that are lost: 0" in caplog.text
     assert not multiprocessing.active_children()
 
 

@@ -139,7 +139,7 @@ async def test_weights_change_under_a_request(make_engine: Callable[..., Engine]
             await served.update_weights()
         with pytest.raises(ParameterError, match="dry_run must be False unless update_info is given"):
             await served.update_weights(folder=str(tmp_path), dry_run=True)
-        with pytest.raises(ParameterError, match="update_info must follow init_weight_transfer_engine"):
+        with pytest.raises(ParameterError, match="update_info must come after init_weight_transfer_engine"):
             await served.update_weights(announced=[])
         assert served.weight_version == 1
 
@@ -246,7 +246,7 @@ async def test_requests_wait_for_the_rest_of_weights_that_came_in_part(
 async def test_a_group_is_replaced_and_left(make_engine: Callable[..., Engine]) -> None:
     engine = make_engine()
     async with running(engine) as served:
-        with pytest.raises(WeightTransferError, match=r"have not met at 127\.0\.0\.1, port 9"):
+        with pytest.raises(WeightTransferError, match=r"did not connect to each other at 127\.0\.0\.1, port 9"):
             await served.join_weight_group(host="127.0.0.1", port=9, timeout=1.0)
         trainers = []
         for _ in range(2):
@@ -264,7 +264,7 @@ async def test_a_group_is_replaced_and_left(make_engine: Callable[..., Engine]) 
         assert await update == 1
         assert engine.model.model.norm.weight.tolist() == [0.5] * 32
         await served.join_weight_group()
-        with pytest.raises(ParameterError, match="update_info must follow"):
+        with pytest.raises(ParameterError, match="update_info must come after"):
             await served.update_weights(announced=announced)
         for trainer in trainers:
             trainer.close()
@@ -273,7 +273,7 @@ async def test_a_group_is_replaced_and_left(make_engine: Callable[..., Engine]) 
 def test_several_ranks_join_no_group(make_engine: Callable[..., Engine]) -> None:
     engine = make_engine()
     engine.config = replace(engine.config, tensor_parallel=2)
-    with pytest.raises(ParameterError, match="tensor_parallel must be 1 for weights from a group"):
+    with pytest.raises(ParameterError, match="tensor_parallel must be 1 to receive weights from a group"):
         Controls(engine).carry_out(Control(1, "join_weight_group", {"host": "127.0.0.1", "port": 9}))
 
 
@@ -282,7 +282,7 @@ async def test_an_encoder_refuses_a_pause_and_goes_on(tmp_path: Path) -> None:
     encoder = Encoder(EngineConfig(model=folder, device="cpu", dtype="float32", max_num_batched_tokens=64))
     async with running(encoder) as served:
         for mode in ("abort", "keep"):
-            with pytest.raises(ParameterError, match="task must be generate for pause"):
+            with pytest.raises(ParameterError, match="task must be generate: encoders do not support pause"):
                 await served.pause(mode)  # type: ignore[arg-type]
         assert not served.is_paused
 

@@ -49,7 +49,7 @@ def test_a_separate_process(model_folder, caplog) -> None:
         assert engine.pulse().busy_seconds == 0, "it waits for a command"
         for params, match, field in (
             (SamplingParams(stop_token_ids=(VOCAB,)), "below", "stop_token_ids"),
-            (SamplingParams(structured=StructuredOutput(regex="(")), "can be followed", "regex"),
+            (SamplingParams(structured=StructuredOutput(regex="(")), "must be valid and satisfiable", "regex"),
         ):  # the errors keep their fields on their way through the pipe
             with pytest.raises(ParameterError, match=match) as error:
                 await collect(engine, [1], params, field)
@@ -59,7 +59,7 @@ def test_a_separate_process(model_folder, caplog) -> None:
         long = SamplingParams(max_tokens=250, logprobs=1)
         crowd = [asyncio.create_task(collect(engine, [3, 4, 5], long, name=f"c{i}")) for i in range(9)]
         rejected = await asyncio.wait(crowd, return_when=asyncio.FIRST_EXCEPTION)
-        with pytest.raises(QueueFullError, match="4 requests wait already"):
+        with pytest.raises(QueueFullError, match="4 requests are already waiting"):
             await rejected[0].pop()
         await engine.abort("c0")
         assert (await crowd[0])[-1].finish_reason == "abort"

@@ -57,7 +57,7 @@ def test_best_of_gives_the_likeliest_per_token(make_engine) -> None:
 
 def test_a_full_queue_takes_all_answers_or_none(make_engine) -> None:
     engine = make_engine(max_num_seqs=2, max_waiting=2)
-    with pytest.raises(ValueError, match="n must be at most 4, which is what the queue holds, got 5"):
+    with pytest.raises(ValueError, match="n must be at most 4, the capacity of the queue, got 5"):
         engine.add_request("a", [1], SamplingParams(n=5))
     engine.add_request("a", [1], SamplingParams(n=2, max_tokens=2))
     with pytest.raises(QueueFullError):

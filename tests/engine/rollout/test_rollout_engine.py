@@ -279,7 +279,7 @@ def test_another_dtype_is_refused_until_the_model_is_moved_back(call: str) -> No
     [index] = engine.submit([PROMPT], params=GREEDY)
     model.to(torch.bfloat16)
     calls = {"update": engine.update, "generate": lambda: tokens_of(engine), "finished": lambda: list(engine.finished())}
-    told = r"embed_tokens.weight was torch.float32 on cpu and is torch.bfloat16 on cpu: make a new RolloutEngine, or move"
+    told = r"embed_tokens.weight was torch.float32 on cpu and is now torch.bfloat16 on cpu: make a new RolloutEngine, or move"
     with pytest.raises(UnsupportedModelError, match=told):
         calls[call]()
     assert [group.index for group in engine.partial()] == [index], "nothing was queued or computed"
@@ -298,7 +298,7 @@ def test_parameters_that_come_later_are_no_other_dtype() -> None:
     assert engine.update() == 1
     assert tokens_of(engine) == greedy(model, PROMPT, 6)
     model.extra.to(torch.float16)
-    with pytest.raises(UnsupportedModelError, match=r"extra.weight was torch.bfloat16 on cpu and is torch.float16 on cpu"):
+    with pytest.raises(UnsupportedModelError, match=r"extra.weight was torch.bfloat16 on cpu and is now torch.float16 on cpu"):
         engine.update()
 
 
@@ -379,7 +379,7 @@ def test_an_engine_that_owns_its_weights_gives_them_away(model_folder: Any) -> N
     assert engine.update_weights(weights.items()) == 1
     assert engine.generate([PROMPT], GREEDY)[0].token_ids == expected
     assert isinstance(engine._runner.model.model.layers[0].forward, FusedLayer)
-    with pytest.raises(ParameterError, match="tags must be of weights, kv_cache"):
+    with pytest.raises(ParameterError, match="tags must hold only weights, kv_cache"):
         engine.wake_up(["scheduler"])
     long = [5, 6, 7] * 20
     engine.generate([long], GREEDY)

@@ -60,7 +60,7 @@ def test_the_trainers_log_probabilities_are_those_of_the_rollout() -> None:
     assert found.requires_grad
     assert entropies.shape == (2, 5)
     assert (entropies > 0).all()
-    with pytest.raises(ParameterError, match="inputs must be tokens alone"):
+    with pytest.raises(ParameterError, match="inputs must be tokens only"):
         asks._get_per_token_logps_and_entropies(model, ids, mask, 5, pixel_values=ids)
 
 
@@ -83,7 +83,9 @@ def test_further_settings_of_the_trainer_count() -> None:
     params = TrlGeneration(trainer(regex="[ab]+"), RolloutEngine(make_model(), **SIZES)).params()
     assert params.structured == StructuredOutput(regex="[ab]+")
     asks = trainer(generation_kwargs={"beam_width": 2})
-    with pytest.raises(ParameterError, match=r"generation_kwargs must hold names of SamplingParams, got .*beam_width"):
+    with pytest.raises(
+        ParameterError, match=r"generation_kwargs must hold only names of SamplingParams fields, got .*beam_width"
+    ):
         use_rollouts(asks, RolloutEngine(make_model(), **SIZES))
     assert not asks.use_vllm
 

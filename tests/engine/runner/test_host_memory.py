@@ -51,8 +51,8 @@ def test_more_than_the_machine_has(monkeypatch, caplog, promised, slots) -> None
     assert memory.num_slots == slots
     (warning,) = caplog.messages
     assert warning == (
-        f"kv_host_memory is more than there is: the host tier of the KV cache has {slots * 40 / 2**30:.4g} GiB for pages "
-        "instead of 3 GiB, because 2 GiB of the machine's memory are available, of which 2 GiB stay free"
+        f"kv_host_memory could not be allocated in full: the host tier of the KV cache has {slots * 40 / 2**30:.4g} GiB for "
+        "pages instead of 3 GiB, because 2 GiB of the machine's memory are available, and 2 GiB of them must stay free"
     )
 
 
@@ -61,7 +61,8 @@ def test_what_others_were_promised_is_not_available(monkeypatch, caplog) -> None
     monkeypatch.setattr(host_memory, "reclaimable_memory", lambda: 43 << 29)
     HostMemory(lambda: [torch.zeros(3, 40, dtype=torch.int8)], 3 << 30, CPU, "states", 20 << 30)
     assert caplog.messages[0].endswith(
-        "has 0 GiB for states instead of 3 GiB, because 1.5 GiB of the machine's memory are available, of which 2 GiB stay free"
+        "has 0 GiB for states instead of 3 GiB, because 1.5 GiB of the machine's memory are available, and 2 GiB of them must "
+        "stay free"
     )
 
 

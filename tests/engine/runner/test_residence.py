@@ -111,9 +111,9 @@ def test_quantised_weights_stay(make_engine: Callable[..., Engine]) -> None:
     engine._runner.model.add_module("quantised", QuantizedLinear.__new__(QuantizedLinear))
     nn.Module.__init__(engine._runner.model.quantised)
     weights = Residence(engine._runner, engine.config, owned=True, num_ranks=1)
-    with pytest.raises(ParameterError, match="level must be 0 for a model of quantised weights"):
+    with pytest.raises(ParameterError, match="level must be 0 for a model with quantised weights"):
         weights.sleep(1)
-    with pytest.raises(ParameterError, match="weights must be of a model of floats"):
+    with pytest.raises(ParameterError, match="weights must belong to a model with floating-point weights"):
         weights.copy([("model.layers.0.mlp.up_proj.qweight", torch.zeros(1))])
 
 

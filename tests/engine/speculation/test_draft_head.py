@@ -195,7 +195,7 @@ def test_a_failure_of_the_head_ends_no_request(make_quiet, head, monkeypatch, ca
     engine = make_quiet(speculative=head)
     monkeypatch.setattr(engine._runner.draft.model, "lm_head", None)
     assert engine.generate(random_prompts(4), SAMPLED) == make_quiet().generate(random_prompts(4), SAMPLED)
-    assert "no more tokens are guessed" in caplog.text
+    assert "speculative decoding is disabled, because the draft model failed" in caplog.text
     assert engine.stats().speculation.num_drafts == 0
 
 
@@ -261,8 +261,8 @@ def test_all_pages_stay_for_a_head(make_quiet, head) -> None:
 def test_refusals(make_quiet, tmp_path, tensors) -> None:
     """Each in one sentence, before the engine starts."""
     for changes, reason in (
-        ({"hidden_size": 16}, "each hidden state that it takes has the size 16, and the model has 32"),
-        ({"vocab_size": 400}, "its vocabulary has the size 400, and the model has 320"),
+        ({"hidden_size": 16}, "each hidden state that it takes has the size 16, but the size in the model is 32"),
+        ({"vocab_size": 400}, "its vocabulary has the size 400, but the size in the model is 320"),
         ({"architectures": ["LlamaForCausalLM"]}, "its config says LlamaForCausalLM, and not LlamaForCausalLMEagle3"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "Eagle3Head cannot run on a paged cache"),
         ({"eagle_aux_hidden_state_layer_ids": None}, r"it reads hidden states after 2, 1, -1 layers, and .* has 2"),
@@ -275,5 +275,5 @@ def test_refusals(make_quiet, tmp_path, tensors) -> None:
         make_quiet(speculative=f"eagle3={tmp_path / 'nowhere'}")
     with pytest.raises(ParameterError, match="ngram with tensor_parallel above 1"):
         EngineConfig(speculative="eagle3=head", tensor_parallel=2)
-    with pytest.raises(ParameterError, match="or eagle3=HEAD: transformers leaves the weights of MTP layers out"):
+    with pytest.raises(ParameterError, match="or eagle3=HEAD: transformers does not load the weights of MTP layers"):
         EngineConfig(speculative="mtp")

@@ -215,7 +215,7 @@ def test_a_failure_of_the_draft_model_ends_no_request(make_engine, draft, monkey
     monkeypatch.setattr(engine._runner.draft, "launch", fail)
     assert engine.generate(random_prompts(4), SAMPLED) == make_engine().generate(random_prompts(4), SAMPLED)
     assert len(calls) == 9, "it is not asked again"
-    assert "no more tokens are guessed" in caplog.text
+    assert "speculative decoding is disabled, because the draft model failed" in caplog.text
     assert not engine._scheduler.speculation.drafter.promises(SequenceState(Request("a", [0], SamplingParams(), 9)))
     engine.check_integrity()
 
@@ -251,7 +251,9 @@ def test_another_vocabulary_is_refused(tmp_path, make_engine) -> None:
     model.resize_token_embeddings(310)
     model.save_pretrained(tmp_path / "smaller")
     make_tokenizer().save_pretrained(tmp_path / "smaller")
-    rule = r"speculative must name a draft model with the same vocabulary: it gives logits for 310 tokens, and .* for 320, got "
+    rule = (
+        r"speculative must name a draft model with the same vocabulary: it computes logits for 310 tokens, but .* for 320, got "
+    )
     with pytest.raises(ParameterError, match=rule) as error:
         make_engine(speculative=f"draft={tmp_path / 'smaller'}")
     assert error.value.field == "speculative"
@@ -259,7 +261,7 @@ def test_another_vocabulary_is_refused(tmp_path, make_engine) -> None:
     other.add_tokens(["more"])
     make_model().save_pretrained(tmp_path / "other")
     other.save_pretrained(tmp_path / "other")
-    with pytest.raises(ParameterError, match="its tokenizer has other tokens than that of "):
+    with pytest.raises(ParameterError, match="its tokenizer's differs from that of "):
         make_engine(speculative=f"draft={tmp_path / 'other'}")
     with pytest.raises(ParameterError, match=r"speculative must name a draft model: .*existing folder"):
         make_engine(speculative=f"draft={tmp_path / 'nowhere'}")

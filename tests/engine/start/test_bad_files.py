@@ -35,7 +35,10 @@ def test_the_bad_file_is_named(tmp_path: Path) -> None:
 def test_a_folder_is_named_for_values_that_no_library_checks(tmp_path: Path) -> None:
     name_bad_folder("org/model", ERROR)
     name_bad_folder(str(tmp_path), ValueError("a sentence"))
-    with pytest.raises(OSError, match=r"folder .* cannot be loaded: values of its files cannot be \(RuntimeError: how it has"):
+    with pytest.raises(
+        OSError,
+        match=r"folder .* cannot be loaded: its files can be read, but a value in them is unusable \(RuntimeError: how it has",
+    ):
         name_bad_folder(str(tmp_path), ERROR)
 
 

@@ -49,7 +49,7 @@ def test_an_end_of_the_tokenizer_that_ends_nothing_is_told() -> None:
     ids, warning = ends(0, None, 2)
     assert ids == {0}
     assert warning is not None
-    assert "generation_config.json ends answers at 0 (<0>), and the tokenizer's end token is 2 (<2>)" in warning
+    assert "generation_config.json ends answers at 0 (<0>), but the tokenizer's end token is 2 (<2>)" in warning
     assert "stop_token_ids" in warning
     assert "config.json ends answers at 1 (<1>), 3 (<3>)" in str(ends(None, [3, 1], 2)[1])
 
@@ -125,8 +125,8 @@ def test_a_value_that_is_not_allowed_is_left_out_and_told() -> None:
     found = find_defaults(GenerationConfig(top_k=-1, top_p=0.0, temperature="hot", repetition_penalty=1.5))
     assert found.params == SamplingParams(top_k=0, repetition_penalty=1.5)
     assert [text.partition(": ")[2] for text in found.refused] == [
-        "temperature must be a number, got 'hot'",
-        "top_p must be above 0 and at most 1, got 0.0",
+        "temperature is ignored: temperature must be a number, got 'hot'",
+        "top_p is ignored: top_p must be above 0 and at most 1, got 0.0",
     ]
 
 
@@ -164,7 +164,7 @@ def test_none_is_neutral_and_a_folder_takes_the_place_of_the_models_file(tokeniz
     engine = defaulting(tokenizer, generation_config=str(tmp_path))
     assert engine.default_params == SamplingParams(temperature=0.3)
     assert engine.eos_ids == {9}
-    assert "not followed in top_p: top_p must be above 0 and at most 1, got 7" in caplog.text
+    assert "generation_config.json: top_p is ignored: top_p must be above 0 and at most 1, got 7" in caplog.text
 
 
 @pytest.mark.parametrize("content", [None, "", "{", "[1]"])

@@ -158,7 +158,7 @@ def test_new_weights_neither_read_nor_write_files(open_engine, tmp_path: Path, c
     saved(engine)
     files = {path.name for path in (tmp_path / "kv").rglob("*.page")}
     engine.update_weights((name, x * 1.01) for name, x in [*engine.model.named_parameters()])
-    assert "not used any more, because the weights have changed" in caplog.text
+    assert "no longer used, because the weights have changed" in caplog.text
     assert [cached for _, cached in answers(engine, given)] == [0] * 4
     saved(engine)
     engine.close()
@@ -233,7 +233,7 @@ def test_what_a_killed_engine_has_written_is_right(tmp_path: Path) -> None:
 
 
 def test_a_folder_needs_the_hosts_memory() -> None:
-    with pytest.raises(ParameterError, match="kv_host_folder must be None without kv_host_memory"):
+    with pytest.raises(ParameterError, match="kv_host_folder must be None unless kv_host_memory is set"):
         EngineConfig(kv_host_folder="kv")
     with pytest.raises(ParameterError, match="kv_host_folder_bytes must be a positive integer"):
         EngineConfig(kv_host_memory=1, kv_host_folder="kv", kv_host_folder_bytes=0)

@@ -162,7 +162,7 @@ def test_a_model_without_attention_has_no_tier(make_engine) -> None:
 
 def test_a_cache_that_cannot_be_copied_has_no_tier(make_engine) -> None:
     family = Family("llama", "LlamaForCausalLM", config={"head_dim": 6, "num_key_value_heads": 1, "num_attention_heads": 2})
-    with pytest.raises(ParameterError, match="kv_host_memory must be 0 for such a KV cache"):
+    with pytest.raises(ParameterError, match="kv_host_memory must be 0 for this KV cache"):
         make_engine(model=family.build(vocab_size=VOCAB), kv_host_memory=MEBIBYTE, kv_cache_dtype="fp8", page_size=2)
 
 
@@ -195,7 +195,7 @@ def test_an_engine_whose_tier_gets_no_memory_serves(make_engine, monkeypatch, ca
     plain = answers(make_engine(model=model, num_pages=200), given)
     monkeypatch.setattr(host_memory, "reclaimable_memory", lambda: host_memory.SPARE_BYTES)
     engine = make_engine(model=model, num_pages=18, num_states=5, kv_host_memory=MEBIBYTE)
-    told = [message for message in caplog.messages if message.startswith("kv_host_memory is more than there is")]
+    told = [message for message in caplog.messages if message.startswith("kv_host_memory could not be allocated in full")]
     assert [next(name for name in ("pages", "states") if name in message) for message in told] == ["pages", "states"]
     assert answers(engine, given) == plain
     assert (engine.stats().host_tier.num_bytes, engine.stats().host_tier.num_hits) == (0, 0)

@@ -141,7 +141,7 @@ def test_pages_beyond_the_memory_are_refused_with_the_arithmetic(make_engine, mo
     monkeypatch.setattr(kv_cache, "reclaimable_memory", lambda: 100 * size + 1)
     assert make_engine(num_pages=100).config.num_pages == 100
     with pytest.raises(
-        ParameterError, match=r"num_pages must be at most 100: 4 tokens in 2 layers take .* KiB a page"
+        ParameterError, match=r"num_pages must be at most 100: a page of 4 tokens takes .* KiB in 2 layers"
     ) as error:
         make_engine(num_pages=101)
     assert error.value.field == "num_pages"

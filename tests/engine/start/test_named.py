@@ -41,8 +41,8 @@ def write_config(folder: Path, **changes: object) -> None:
     ("settings", "said"),
     [
         ({"lora": ["a=./nope"]}, "lora must be NAME=FOLDER with an existing folder"),
-        ({"lora": ["a/b={french}"]}, "lora must be NAME=FOLDER, where NAME must be a name of letters"),
-        ({"lora": ["a={french}", "a={french}"]}, "lora must give each adapter another name"),
+        ({"lora": ["a/b={french}"]}, "lora must be NAME=FOLDER, where NAME must have at most 128 characters, only letters"),
+        ({"lora": ["a={french}", "a={french}"]}, "lora must give each adapter a different name"),
         ({"lora": ["a={french}"], "changes": {"peft_type": "LOHA"}}, "lora must name adapters .*: peft_type must be LORA"),
         ({"lora": ["a={french}"], "lora_host_bytes": 10}, "lora must name adapters .*: adapter_model.safetensors must have at"),
         ({"generation_config": "{french}"}, "generation_config must be auto, none, or a folder with a generation_config.json"),

@@ -58,7 +58,7 @@ def test_a_folder_with_the_models_names_is_not_loaded_as_a_model(tmp_path: Path,
     model.save_pretrained(tmp_path, max_shard_size="20KB")
     monkeypatch.setattr(new_weights, "auto_class", None)
     assert dict(from_folder(model, tmp_path)).keys() == dict(model.named_parameters()).keys()
-    with pytest.raises(ParameterError, match="weight_dir must be a folder of this machine with safetensors files"):
+    with pytest.raises(ParameterError, match="weight_dir must be a folder on this machine with safetensors files"):
         next(from_folder(model, tmp_path / "nowhere"))
 
 
@@ -71,7 +71,7 @@ def test_a_checkpoint_that_lacks_a_weight_is_refused(tmp_path: Path) -> None:
     tensors["model.rotary_emb.inv_freq"] = torch.ones(8)
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(
-        ParameterError, match=r"hold every weight of the model, and lacks model\.layers\.1\.mlp\.down_proj\.weight"
+        ParameterError, match=r"hold every weight of the model, but model\.layers\.1\.mlp\.down_proj\.weight is missing"
     ):
         next(from_folder(model, tmp_path))
     tensors["model.layers.0.mlp.up_proj.weight"] = torch.ones(3, 3)
@@ -102,10 +102,10 @@ def test_a_folder_that_is_still_being_written_is_refused(tmp_path: Path) -> None
     last = max(tmp_path.glob("*.safetensors"))
     content = last.read_bytes()
     last.write_bytes(content[: len(content) // 2])
-    with pytest.raises(ParameterError, match=f"weight_dir must hold whole safetensors files, and {last.name} is broken"):
+    with pytest.raises(ParameterError, match=f"weight_dir must hold intact safetensors files, but {last.name} is broken"):
         next(from_folder(model, tmp_path))
     last.unlink()
-    with pytest.raises(ParameterError, match=f"every file that model.safetensors.index.json names, and lacks {last.name}"):
+    with pytest.raises(ParameterError, match=f"every file that model.safetensors.index.json names, but {last.name} is missing"):
         next(from_folder(model, tmp_path))
 
 
@@ -167,7 +167,7 @@ def test_a_reader_leaves_the_segment_to_its_creator(segment: SharedMemory, monke
 
 def test_what_is_not_in_the_segment_is_refused(segment: SharedMemory) -> None:
     for name in ("no-such-segment", "../shm/x", "/etc/passwd"):
-        with pytest.raises(ParameterError, match="shared_memory must be the name of a segment of this machine"):
+        with pytest.raises(ParameterError, match="shared_memory must be the name of a shared memory segment on this machine"):
             next(from_shared_memory(PAIR, name, []))
     for shape, offset in (((50000,), 0), ((1,), -4), ((-1,), 8)):
         with pytest.raises(ParameterError, match=r"have a within the \d+ bytes of the segment"):

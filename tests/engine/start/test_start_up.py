@@ -118,7 +118,7 @@ def test_a_warm_up_that_fails_is_logged_and_a_lost_device_ends_the_start(make_en
     error: Exception = ValueError("no such tile")
     start_up.warm_up(engine._runner, engine.config, 64, Compilers())
     planned = len(plan_warm_up(engine.config, engine.config.max_num_batched_tokens, 64, drafting=False))
-    assert f"because {planned} of {planned} steps of the warm-up failed: no such tile" in caplog.text
+    assert f"because {planned} of {planned} warm-up steps failed: no such tile" in caplog.text
     assert engine._runner.model.config.num_hidden_layers == make_model().config.num_hidden_layers, "all layers again"
     error = torch.AcceleratorError("unspecified launch failure")
     with pytest.raises(torch.AcceleratorError):
@@ -128,7 +128,7 @@ def test_a_warm_up_that_fails_is_logged_and_a_lost_device_ends_the_start(make_en
 def test_graphs_are_captured_for_a_limited_time(make_engine, replays) -> None:
     engine = make_engine(max_num_seqs=4)
     engine._runner.make_graphs()
-    assert start_up.capture_ahead(engine._runner, engine._ranks, seconds=0.0) == "1 graphs, the others when there is no request"
+    assert start_up.capture_ahead(engine._runner, engine._ranks, seconds=0.0) == "1 graphs, the rest when the engine is idle"
     told: list[str] = []
     clock = SimpleNamespace(progress=lambda name, done, total, unit: told.append(name))
     captured = start_up.capture_ahead(engine._runner, engine._ranks, clock)

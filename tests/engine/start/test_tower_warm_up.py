@@ -205,7 +205,7 @@ def test_the_process_is_that_of_the_models_folder(tmp_path: Path, caplog) -> Non
     with caplog.at_level("INFO", "fa_serve.engine"):
         assert find_process(EngineConfig(model=tmp_path, device="cpu"), 352, 128) is None
         assert find_process(EngineConfig(device="cpu"), 352, 128) is None
-    assert caplog.text.count("no picture can be made for the towers") == 2
+    assert caplog.text.count("no warm-up image could be made") == 2
 
 
 def test_how_images_are_joined_is_found_out_once_the_kernels_exist(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,4 +28,4 @@ def test_copies_share_the_budget_of_their_request_and_the_first_mask(make_engine
     assert matcher.kept_first() is not None
     other.charge(SLOW_SECONDS + 1.0)
     assert matcher.is_error()
-    assert "its masks have taken 0.25 s more" in matcher.get_error()
+    assert "its token masks took more than 0.25 s longer" in matcher.get_error()

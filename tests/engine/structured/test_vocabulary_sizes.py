@@ -164,7 +164,7 @@ def test_a_model_that_could_write_a_token_without_an_embedding_is_refused(missin
     model.set_input_embeddings(torch.nn.Embedding(NUM_TOKENS - missing, model.config.hidden_size))
     config = EngineConfig(device="cpu", num_pages=16, page_size=4)
     if missing > 0:
-        with pytest.raises(UnsupportedModelError, match="has 319 input embeddings and 320 logits, so it could write tokens"):
+        with pytest.raises(UnsupportedModelError, match="has 319 input embeddings and 320 logits, so it could generate tokens"):
             Engine(config, model=model, tokenizer=large_tokenizer())
     else:
         Engine(config, model=model, tokenizer=large_tokenizer()).generate([[5]], SamplingParams(max_tokens=2))

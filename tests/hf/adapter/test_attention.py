@@ -39,7 +39,7 @@ def test_dropout_is_refused() -> None:
 def test_the_remedy_for_dropout_names_the_field_of_the_config_and_works(family: str, field: str) -> None:
     given = {"decoder_input_ids": tokens(1, 4)} if family == "t5" else {}
     model = fa_serve.patch(BY_NAME[family].build(**{field: 0.1})).train()
-    with pytest.raises(UnsupportedModelError, match=rf"load the model by from_pretrained\(\.\.\., {field}=0\.0\)"):
+    with pytest.raises(UnsupportedModelError, match=rf"load the model with from_pretrained\(\.\.\., {field}=0\.0\)"):
         model(tokens(1, 4), **given)
     setattr(model.config, field, 0.0)  # which the layers, as the message says, do not follow
     with pytest.raises(UnsupportedModelError, match="dropout must be 0"):

@@ -32,7 +32,7 @@ def test_a_tower_that_cannot_be_served_keeps_its_attention(caplog: pytest.LogCap
     auto = auto_class(config)
     with caplog.at_level(logging.INFO, "fa_serve.hf"):
         model = make_served(config, lambda own, parts: auto.from_config(own, attn_implementation=parts))
-    assert "fa_serve serves the language model alone" in caplog.text
+    assert "fa_serve serves only the language model" in caplog.text
     assert model.model.language_model.config._attn_implementation == "fa_serve"
     assert model.model.vision_tower.config._attn_implementation != "fa_serve"
     assert patch_parts(tiny_model("got_ocr2")).model.language_model.config._attn_implementation == "fa_serve"

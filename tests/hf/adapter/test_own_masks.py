@@ -38,5 +38,5 @@ def test_a_mask_that_says_more_is_refused() -> None:
             seen = torch.ones(1, 1, shape[1], shape[1]).tril().triu(-1)
             return torch.where(seen > 0, 0.0, torch.finfo(torch.float32).min)
 
-    with pytest.raises(UnsupportedModelError, match="Windowed makes masks that say more than causality"):
+    with pytest.raises(UnsupportedModelError, match="Windowed makes masks that do more than apply causality"):
         seat_mask_makers(Windowed())

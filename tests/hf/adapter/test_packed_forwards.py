@@ -165,11 +165,15 @@ def test_a_class_that_hands_no_words_down(name: str) -> None:
         ones = torch.ones_like(ids)
         assert_near(ours(ids, attention_mask=ones, **ways[way]).logits, alone)
     static = cached(ours, StaticCache(config=ours.config, max_cache_len=40))
-    with pytest.raises(UnsupportedModelError, match=r"must be told to every layer, but .*Attention gets neither cu_seq_lens_q"):
+    with pytest.raises(
+        UnsupportedModelError,
+        match=r"every layer must know where packed sequences begin, but .*Attention gets from its model neither "
+        "cu_seq_lens_q",
+    ):
         ours(ids, **ways["lengths"], **static)
     hidden = ones.clone()
     hidden[0, 3] = 0
-    with pytest.raises(UnsupportedModelError, match="must be told to every layer"):
+    with pytest.raises(UnsupportedModelError, match="every layer must know where packed sequences begin"):
         ours(ids, attention_mask=hidden, **ways["lengths"])
 
 
@@ -215,7 +219,7 @@ def test_models_that_cannot_follow(name: str, reason: str) -> None:
 @torch.no_grad()
 def test_blocks_of_keys_hold_several_sequences() -> None:
     ours = fa_serve.patch(tiny_model("minimax_m3_vl"))
-    with pytest.raises(UnsupportedModelError, match="choose blocks of keys, which hold keys of several packed sequences"):
+    with pytest.raises(UnsupportedModelError, match="choose blocks of keys, which may hold keys of several packed sequences"):
         ours(tokens(1, sum(LENGTHS)), **ways_of_packing(restarting())["both"])
 
 

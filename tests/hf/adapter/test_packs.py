@@ -38,11 +38,17 @@ def test_a_layer_is_refused_unless_it_is_told(monkeypatch: pytest.MonkeyPatch) -
     check_layer(nn.Identity(), query, None, told=True)
     check_layer(nn.Identity(), query[:, :, :4], None, told=False)
     for given in (None, mask):
-        with pytest.raises(UnsupportedModelError, match="must be told to every layer, but Identity gets neither"):
+        with pytest.raises(
+            UnsupportedModelError,
+            match="every layer must know where packed sequences begin, but Identity gets from its model neither",
+        ):
             check_layer(nn.Identity(), query, given, told=False)
     packs.in_masks = True
     check_layer(nn.Identity(), query, mask, told=False)
-    with pytest.raises(UnsupportedModelError, match="must be told to every layer, but Identity gets neither"):
+    with pytest.raises(
+        UnsupportedModelError,
+        match="every layer must know where packed sequences begin, but Identity gets from its model neither",
+    ):
         check_layer(nn.Identity(), query, None, told=False)
     with pytest.raises(UnsupportedModelError, match="Identity lets its queries choose blocks of keys"):
         check_layer(nn.Identity(), query, mask, told=True, chooses_blocks=True)

@@ -29,7 +29,11 @@ from fa_serve.spec import ParameterError, UnsupportedModelError
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "depends on the longest"),
         ("bloom", {}, "computes its attention itself"),
         ("diffllama", {"num_key_value_heads": 4}, "attends more than once"),
-        ("roberta", {"is_decoder": True, "pad_token_id": None}, "numbers its positions from a padding token"),
+        (
+            "roberta",
+            {"is_decoder": True, "pad_token_id": None},
+            "numbers its positions from the padding token's id, but its config has no pad_token_id",
+        ),
     ],
 )
 def test_configs_that_are_refused(model_type: str, changes: dict[str, Any], reason: str) -> None:
@@ -133,5 +137,5 @@ def test_positions_among_further_arguments_must_be_handed_down() -> None:
             return forward(self, input_ids, attention_mask, use_cache=use_cache, logits_to_keep=logits_to_keep, **kwargs)
 
     model.__class__ = Dropping
-    with pytest.raises(UnsupportedModelError, match="does not hand position_ids down"):
+    with pytest.raises(UnsupportedModelError, match="does not pass position_ids on to its layers"):
         hf.model_layers(model)

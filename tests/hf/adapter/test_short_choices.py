@@ -29,7 +29,9 @@ def test_up_to_which_length_all_keys_are_chosen(name: str, limit: int | None) ->
 
 def test_longer_sequences_are_refused() -> None:
     model = tiny_model("minimax_m3_vl", BLOCKS)
-    with pytest.raises(ParameterError, match="max_model_len must be at most 8, beyond which its queries leave out keys"):
+    with pytest.raises(
+        ParameterError, match="max_model_len must be at most 8, because in longer sequences its queries select keys"
+    ):
         Engine(EngineConfig(num_pages=16, max_model_len=32, page_size=4), model=model)
 
 

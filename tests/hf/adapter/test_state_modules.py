@@ -72,12 +72,12 @@ class Keeper(nn.Module):
 
 def test_a_module_that_calls_no_known_function_has_no_seat() -> None:
     assert find_state_modules(nn.Sequential(Keeper()))
-    with pytest.raises(UnsupportedModelError, match="Keeper keeps a state by code that has no replacement"):
+    with pytest.raises(UnsupportedModelError, match="Keeper keeps a state with code that fa_serve cannot replace"):
         SeatedMixer(Keeper(), 0)
 
 
 def test_an_activation_that_is_not_known() -> None:
-    with pytest.raises(UnsupportedModelError, match="has the activation None or silu, got gelu"):
+    with pytest.raises(UnsupportedModelError, match="must have the activation None or silu, got gelu"):
         convolution(lambda *args: None, torch.zeros(1, 2, 3), torch.zeros(2, 2), activation="gelu")
 
 
@@ -102,7 +102,7 @@ def test_what_the_layers_of_a_model_keep_is_found_from_its_config() -> None:
 @pytest.mark.parametrize(
     ("model_type", "reason"),
     [
-        ("zaya", "ZayaCCAProjection keeps a state by code that has no replacement"),
+        ("zaya", "ZayaCCAProjection keeps a state with code that fa_serve cannot replace"),
         ("recurrent_gemma", "it keeps more than keys and values"),
         ("minimax", "only layers"),
     ],

@@ -87,14 +87,14 @@ OFF = {"do_query_expansion": False, "skiplist_words": []}
         ({"skiplist_words": []}, "do_query_expansion"),  # the default of PyLate
         ({"model_type": "ColBERT", "do_query_expansion": False}, "skiplist_words"),  # another one
         (OFF | {"skiplist_words": ["."]}, "skiplist_words"),
-        (OFF | {"query_prefix": "[Q] "}, "query_prefix or document_prefix"),
-        (OFF | {"document_prefix": "[D] "}, "query_prefix or document_prefix"),
+        (OFF | {"query_prefix": "[Q] "}, "query_prefix and document_prefix"),
+        (OFF | {"document_prefix": "[D] "}, "query_prefix and document_prefix"),
     ],
 )
 def test_what_late_interaction_does_to_tokens_is_refused(tmp_path, general, name: str) -> None:
     write(tmp_path, "modules.json", modules("Transformer", "Dense"))
     write(tmp_path, "config_sentence_transformers.json", general)
-    with pytest.raises(ParameterError, match=f"model must have no {name} in config_sentence_transformers.json"):
+    with pytest.raises(ParameterError, match=f"model must set {name} to .* in config_sentence_transformers.json"):
         read_folder(str(tmp_path), "token_embed")
     write(tmp_path, "config_sentence_transformers.json", OFF | {"query_prefix": ""})
     read_folder(str(tmp_path), "token_embed")
@@ -103,7 +103,7 @@ def test_what_late_interaction_does_to_tokens_is_refused(tmp_path, general, name
 def test_query_expansion_of_a_transformer_is_refused(tmp_path) -> None:
     write(tmp_path, "modules.json", modules("Transformer", "Dense"))
     write(tmp_path, "sentence_bert_config.json", {"query_expansion": {"strategy": "fixed", "length": 32}})
-    with pytest.raises(ParameterError, match="have no do_query_expansion"):
+    with pytest.raises(ParameterError, match="set do_query_expansion to false"):
         read_folder(str(tmp_path), "token_embed")
 
 
@@ -115,11 +115,11 @@ TEXT = {"module_input_name": "sentence_embedding"}
     ("kinds", "configs", "task", "message"),
     [
         (("Pooling", "MultiVectorMask"), {}, "embed", "not MultiVectorMask, which would be left out"),
-        (("Dense", "Pooling"), {}, "embed", "which is token_embeddings, and 1_Dense reads sentence_embedding"),
-        (("Normalize", "Pooling"), {}, "embed", "token_embeddings, and 1_Normalize reads"),
-        (("Pooling", "Dense"), {"2_Dense": TOKENS}, "embed", "sentence_embedding, and 2_Dense reads token_embeddings"),
+        (("Dense", "Pooling"), {}, "embed", "here token_embeddings, but 1_Dense reads sentence_embedding"),
+        (("Normalize", "Pooling"), {}, "embed", "token_embeddings, but 1_Normalize reads"),
+        (("Pooling", "Dense"), {"2_Dense": TOKENS}, "embed", "sentence_embedding, but 2_Dense reads token_embeddings"),
         (("Pooling", "Dense"), {"2_Dense": TEXT | {"module_output_name": "scores"}}, "embed", "writes scores"),
-        (("Pooling", "Pooling"), {}, "embed", "sentence_embedding, and 2_Pooling reads"),
+        (("Pooling", "Pooling"), {}, "embed", "sentence_embedding, but 2_Pooling reads"),
         (("Pooling", "Dense"), {}, "token_embed", "for the task token_embed, and not Pooling"),
         (("LayerNorm",), {}, "token_embed", "not LayerNorm"),
         (
@@ -128,12 +128,12 @@ TEXT = {"module_input_name": "sentence_embedding"}
             "token_embed",
             "reads token_embeddings and writes more",
         ),
-        (("Dense",), {"1_Dense": {"module_input_name": "other"}}, "token_embed", "and 1_Dense reads other"),
+        (("Dense",), {"1_Dense": {"module_input_name": "other"}}, "token_embed", "but 1_Dense reads other"),
         (("MultiVectorMask",), {"1_MultiVectorMask": {"skiplist_words": ["."]}}, "token_embed", "no skiplist_words in its"),
         (("MultiVectorMask",), {"1_MultiVectorMask": {"keep_only_token_ids": [3]}}, "token_embed", "no keep_only_token_ids"),
-        (("SpladePooling", "Normalize"), {}, "sparse", "no module but SpladePooling behind .* not Normalize"),
+        (("SpladePooling", "Normalize"), {}, "sparse", "only SpladePooling after .* not Normalize"),
         (("Pooling",), {}, "sparse", "for the task sparse, and not Pooling"),
-        (("Dense",), {}, "classify", "no modules behind its Transformer for the task classify, and not Dense"),
+        (("Dense",), {}, "classify", "no modules after its Transformer for the task classify, and not Dense"),
         (("Pooling",), {}, "score", "not Pooling"),
     ],
 )
@@ -163,7 +163,7 @@ def test_what_a_dense_layer_of_late_interaction_reads(tmp_path, model_type: str,
     write(tmp_path, "config_sentence_transformers.json", {"model_type": model_type} | OFF)
     write(tmp_path, "1_Dense/config.json", names)
     if names is TEXT and model_type != "SentenceTransformer":
-        with pytest.raises(ParameterError, match="read and write token_embeddings, and 1_Dense reads sentence"):
+        with pytest.raises(ParameterError, match="read and write token_embeddings, but 1_Dense reads sentence"):
             read_folder(str(tmp_path), "token_embed")
         return
     kinds = [module.kind for module in read_folder(str(tmp_path), "token_embed").modules]

@@ -42,7 +42,7 @@ def test_t5_is_loaded_without_a_decoder(tmp_path, told: bool) -> None:
 def test_a_head_without_weights_is_refused(tmp_path, task) -> None:
     """transformers would fill it with random numbers."""
     path = save_encoder(tmp_path, "bert", None)
-    with pytest.raises(ParameterError, match=rf"for the task {task} \(--task\), and .* are missing"):
+    with pytest.raises(ParameterError, match=rf"for the task {task} \(--task\), but .* are missing"):
         load_encoder(read_folder(str(path), task), dtype="float32", device=CPU)
 
 

@@ -105,7 +105,7 @@ def test_names_of_classes_are_looked_up_in_a_list() -> None:
     """A name in a config is never imported."""
     assert isinstance(activation_of("torch.nn.modules.activation.ReLU"), torch.nn.ReLU)
     for name in ("os.system", "torch.nn.Linear", "evil.Tanh2"):
-        with pytest.raises(ParameterError, match="one of Identity"):
+        with pytest.raises(ParameterError, match="one of these activations: Identity"):
             activation_of(name)
     folder = EncoderFolder("x", "embed", modules=(EncoderModule("Pooling", "", {"pooling_mode": "median"}),))
     with pytest.raises(ParameterError, match="median"):

@@ -26,7 +26,7 @@ def folder(request: pytest.FixtureRequest, tmp_path):
 @pytest.mark.parametrize(
     ("model_type", "why"),
     [
-        ("clip", "it gives CLIPOutput, which has no last_hidden_state"),
+        ("clip", "it returns CLIPOutput, which has no last_hidden_state"),
         ("vit", "its main input is pixel_values"),
         ("bark", "its forward takes no input_ids"),
         ("pe_audio", "its forward needs input_values"),

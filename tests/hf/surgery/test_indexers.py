@@ -68,7 +68,7 @@ def test_an_indexer_of_other_parts_is_refused() -> None:
     model = hf.patch(BY_NAME["deepseek-v3.2"].build())
     del find_indexers(model)[0].softmax_scale
     for refuses in (seat_indexers, hf.model_layers):
-        with pytest.raises(UnsupportedModelError, match="code that has no replacement: no softmax_scale"):
+        with pytest.raises(UnsupportedModelError, match="code that fa_serve cannot replace: it has no softmax_scale"):
             refuses(model)
 
 

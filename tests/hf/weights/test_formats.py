@@ -109,7 +109,7 @@ def test_pack_quantized_in_the_order_of_activations() -> None:
 def test_another_shape_is_refused() -> None:
     scheme = PackQuantized(64, True, ordered=False)
     tensors = random_tensors(scheme) | {"weight_shape": torch.tensor([N, K - 1])}
-    with pytest.raises(ParameterError, match=r"weight_shape must be \[48, 320\], the layer's, got \[48, 319\]"):
+    with pytest.raises(ParameterError, match=r"weight_shape must be \[48, 320\], the shape of the layer, got \[48, 319\]"):
         scheme.read(tensors, N, K)
 
 

@@ -63,7 +63,7 @@ def test_a_group_of_one() -> None:
         assert dict(os.environ) == environment
         x = torch.arange(6.0).view(2, 3)
         assert torch.equal(all_reduce(x), torch.arange(6.0).view(2, 3))
-        with pytest.raises(RuntimeError, match=r"belongs to a process group of torch.distributed already"):
+        with pytest.raises(RuntimeError, match=r"already belongs to a process group of torch.distributed"):
             AllReduce(join(port, 1), 0, 1, torch.device("cpu"))
     finally:
         all_reduce.close()
@@ -89,7 +89,7 @@ def test_a_group_that_does_not_end_is_left_to_the_end_of_the_process(monkeypatch
     with monkeypatch.context() as patched:
         patched.setattr(torch.distributed, "destroy_process_group", freed.wait)
         all_reduce.close()
-    assert "the process group of the ranks has not ended within 0.05 s" in caplog.text
+    assert "the process group of the ranks did not end within 0.05 s" in caplog.text
     freed.set()
     end()
 

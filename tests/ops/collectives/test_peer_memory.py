@@ -34,9 +34,9 @@ def test_ranks_of_one_machine_with_access_connect() -> None:
     [
         ([facts(0), facts(1, obstacle="torch 2.0 has no symmetric memory")], "rank 1: torch 2.0 has no symmetric memory"),
         ([facts(0), facts(1, host="other")], "the ranks are on several machines"),
-        ([facts(0), facts(0)], "several ranks call their GPU by the same number"),
+        ([facts(0), facts(0)], "several ranks report the same GPU number"),
         ([facts(0, 3), facts(1, reached=[0]), facts(2, 3)], "cuda:1 of rank 1 has no access to the memory of cuda:2"),
-        ([facts(n, 9) for n in range(9)], "there are 9 ranks, and at most 8 access each other's memory"),
+        ([facts(n, 9) for n in range(9)], "there are 9 ranks, but at most 8 can access each other's memory"),
     ],
 )
 def test_other_ranks_do_not(ranks: list[Facts], reason: str) -> None:
@@ -73,21 +73,21 @@ def connect_ranks(monkeypatch: pytest.MonkeyPatch, own: list[Facts], failing: in
 def test_all_ranks_connect_with_the_least_number_of_processors(monkeypatch, caplog) -> None:
     caplog.set_level(logging.INFO, logger="fa_serve.ops")
     assert connect_ranks(monkeypatch, [facts(0), facts(1, processors=114)], None) == [(0, 2, 114), (1, 2, 114)]
-    assert caplog.messages == ["sums of any size over 2 ranks take one kernel"] * 2
+    assert caplog.messages == ["sums of any size over 2 ranks use one kernel"] * 2
     caplog.clear()
     assert connect_ranks(monkeypatch, [facts(n, 3) for n in range(3)], None) == [(n, 3, 132) for n in range(3)]
-    assert caplog.messages == ["sums of up to 2048 KB over 3 ranks take one shot, larger ones NCCL"] * 3
+    assert caplog.messages == ["sums over 3 ranks use one shot up to 2048 KB and NCCL above"] * 3
 
 
 def test_no_rank_connects_if_one_cannot(monkeypatch, caplog) -> None:
     caplog.set_level(logging.INFO, logger="fa_serve.ops")
     assert connect_ranks(monkeypatch, [facts(0), facts(1)], failing=1) == [None, None]
     reason = "rank 1 got no symmetric memory: RuntimeError: no driver"
-    assert caplog.messages == [f"sums over 2 ranks take NCCL: {reason}"] * 2
+    assert caplog.messages == [f"sums over 2 ranks use NCCL: {reason}"] * 2
     caplog.clear()
     assert connect_ranks(monkeypatch, [facts(0, reached=[]), facts(1)], None) == [None, None]
     reason = "cuda:0 of rank 0 has no access to the memory of cuda:1"
-    assert caplog.messages == [f"sums over 2 ranks take NCCL: {reason}"] * 2
+    assert caplog.messages == [f"sums over 2 ranks use NCCL: {reason}"] * 2
 
 
 def test_ranks_on_cpus_and_a_single_rank_do_not_ask() -> None:

@@ -39,12 +39,12 @@ def test_the_choice(changes: dict[str, object], name: str) -> None:
 def test_a_choice_says_why() -> None:
     choice = select_recurrence_kernel(replace(QWEN, dim=512))
     assert choice.passed_over["few_rows"] == "takes keys of up to 256 numbers, got 512"
-    assert choice.passed_over["pieces"] == "computes sequences of pieces rows, got few"
-    assert choice.passed_over["convolution"] == "computes conv, got delta"
+    assert choice.passed_over["pieces"] == "takes rows='pieces', got 'few'"
+    assert choice.passed_over["convolution"] == "computes recurrences of kind conv, got delta"
     reasons = select_recurrence_kernel(replace(QWEN, triton=False)).passed_over
     assert reasons["few_rows"] == "needs Triton, which does not run on the device"
     assert select_recurrence_kernel(replace(QWEN, kind="lru", page_size=8)).passed_over["scans"] == (
-        "takes pages of a multiple of 16 tokens, got 8"
+        "takes pages whose size is a multiple of 16 tokens, got 8"
     )
 
 

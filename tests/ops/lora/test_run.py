@@ -25,11 +25,11 @@ def test_what_is_refused_takes_separate_launches(monkeypatch: pytest.MonkeyPatch
     assert "got (48, 16, 16)" in reason(activation="silu")
     assert "got 129 in tiles of 16" in reason(x=x[:1].expand(129, -1))
     assert "got 4 in tiles of 64" in reason(batch=batch._replace(block_rows=64))
-    assert "dtype of the input" in reason(weight=weight.half())
+    assert "have the input's dtype" in reason(weight=weight.half())
     assert "contiguous" in reason(weight=weight.t().contiguous().t())
     monkeypatch.setattr(run, "MERGED_PRODUCTS", frozenset())
-    assert "of few tokens (ops/lora/run.py:MERGED_PRODUCTS)" in reason()
-    assert "of one token, gated" in reason(x=x[:1], activation="silu")
+    assert "for few tokens (ops/lora/run.py:MERGED_PRODUCTS)" in reason()
+    assert "for one token, gated" in reason(x=x[:1], activation="silu")
 
 
 def test_few_tokens_with_a_gate_take_separate_launches() -> None:

@@ -123,9 +123,9 @@ def test_the_emulator_sees(fault: str) -> None:
     [
         ({}, None),
         ({"heads": 128}, None),
-        ({"heads": 96}, "multiples of 64 query heads, got 96"),
-        ({"dims": (192, 128)}, "latent keys of 256 or 512"),
-        ({"dims": (520, 512)}, "latent keys of 256 or 512"),
+        ({"heads": 96}, "needs a multiple of 64 query heads, got 96"),
+        ({"dims": (192, 128)}, "the first 256 or 512 numbers of the keys"),
+        ({"dims": (520, 512)}, "the first 256 or 512 numbers of the keys"),
     ],
     ids=str,
 )
@@ -142,8 +142,8 @@ def test_other_addresses_and_numbers_are_left_to_the_portable_kernel() -> None:
     k = torch.zeros(4, PAGE, 1, 576, dtype=torch.bfloat16)
     flat = torch.zeros(2 * 64 * 576 + 1, dtype=torch.bfloat16)
     q = flat[1:].view(2, 64, 576)
-    assert "16 bytes at a time" in str(cannot_gather(q, k, k[..., :512], shared=True))
-    assert "16-bit numbers" in str(cannot_gather(q.float(), k.float(), k[..., :512].float(), shared=True))
+    assert "multiples of 16 bytes" in str(cannot_gather(q, k, k[..., :512], shared=True))
+    assert "16-bit inputs" in str(cannot_gather(q.float(), k.float(), k[..., :512].float(), shared=True))
 
 
 def test_it_is_chosen_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:

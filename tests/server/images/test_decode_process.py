@@ -134,5 +134,5 @@ def test_torch_without_memory(tmp_path: Path, file: int, monkeypatch: pytest.Mon
         told = json.loads(work(request, file))
         rule = told["rule"]
         assert told["value"] == "a picture of 40 x 32"
-        assert rule.startswith("hold images that the model's processor takes (")
+        assert rule.startswith("hold images that the model's processor accepts (")
         assert ("RuntimeError: " in rule) == (error == "shapes")

@@ -318,7 +318,7 @@ async def test_a_picture_that_the_models_processor_refuses(tmp_path: Path) -> No
     own = loader_of(tmp_path)
     try:
         for _ in range(2):
-            with pytest.raises(BadRequest, match="images must hold images that the model's processor takes") as error:
+            with pytest.raises(BadRequest, match="images must hold images that the model's processor accepts") as error:
                 await own.load(sent([uri(png(picture(1)))]), None)
             assert (error.value.param, error.value.status) == (PLACE.format(0), 400)
     finally:
@@ -386,8 +386,8 @@ async def test_who_is_to_blame_when_torch_fails(
         own.close()
     status, text = {
         "limit": (400, r"image_url[.]url must be decoded and processed within 268435456 bytes \(--image-memory\)\.$"),
-        "system": (503, r"The server is not ready: the process that works with images on trial gets no memory from the system"),
-        "shapes": (400, r"images must hold images that the model's processor takes \(RuntimeError: "),
+        "system": (503, r"The server is not ready: the sandbox process for images got no memory from the system"),
+        "shapes": (400, r"images must hold images that the model's processor accepts \(RuntimeError: "),
     }[fault]
     assert error.value.status == status
     assert re.search(text, error.value.message), error.value.message
@@ -469,7 +469,7 @@ async def test_a_process_that_does_not_start_in_time_is_no_fault_of_the_picture(
     """The next picture starts another one."""
     with monkeypatch.context() as patch:
         patch.setattr(trials, "START_SECONDS", 1e-3)
-        told = "The server is not ready: the process that works with images on trial did not start within 0.001 seconds."
+        told = "The server is not ready: the sandbox process for images did not start within 0.001 seconds."
         with pytest.raises(Unavailable, match=re.escape(told)) as error:
             await loader.load(sent([uri(png(picture(1)))]), None)
         assert (error.value.status, error.value.retry_after) == (503, 5)

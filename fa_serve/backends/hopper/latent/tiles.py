@@ -38,15 +38,18 @@ def cannot_decode_latent(spec: AttentionSpec) -> str | None:
     if spec.window_size[0] >= 0:
         found.append("a window")
     if found:
-        return f"decodes latent attention without {', '.join(OPTIONS)} and windows, got {', '.join(found)}"
+        return f"decodes latent attention only without {', '.join(OPTIONS)} or windows, got {', '.join(found)}"
     rest = spec.head_dim - spec.head_dim_v
     if spec.num_kv_heads != 1 or spec.head_dim_v not in (256, 512) or rest not in range(16, ROPE_COLUMNS + 1, 16):
-        got = f"{spec.num_kv_heads} of {spec.head_dim_v} and {rest}"
-        return f"decodes latent attention with one KV head of 256 or 512 numbers and 16, 32, 48 or 64 more, got {got}"
+        got = f"{spec.num_kv_heads} with {spec.head_dim_v} and {rest} more"
+        return (
+            "decodes latent attention with one KV head whose values have 256 or 512 numbers and whose keys have 16, 32, 48 or "
+            f"64 more, got {got}"
+        )
     queries = 1 if spec.sizes is None else spec.sizes[1]
     if spec.num_heads * queries < MIN_ROWS:
-        got = f"{spec.num_heads} heads of up to {queries} queries"
-        return f"decodes latent attention with {MIN_ROWS} or more query heads of all queries of a sequence, got {got}"
+        got = f"{spec.num_heads} heads and up to {queries} queries"
+        return f"decodes latent attention if a sequence has at least {MIN_ROWS} query heads over all its queries, got {got}"
     return None
 
 

@@ -56,15 +56,15 @@ class LatentTiles(DecodeTiles):
 def unsupported(spec: AttentionSpec) -> str | None:
     """Why this kernel does not serve a call, or None."""
     if not spec.values_in_keys:
-        return "reads keys whose first numbers are their values"
+        return "reads only caches whose values are the first numbers of their keys"
     found = spec.options
     if spec.window_size[0] >= 0:
         found.append("a window")
     if found:
-        return f"reads values in keys without {', '.join(OPTIONS)} and windows, got {', '.join(found)}"
+        return f"reads values in keys only without {', '.join(OPTIONS)} or windows, got {', '.join(found)}"
     rest = spec.head_dim - spec.head_dim_v
     if spec.head_dim_v > 512 or rest > 128:
-        return f"has values of up to 512 numbers in keys with up to 128 more, got {spec.head_dim_v} and {rest}"
+        return f"supports values of up to 512 numbers in keys with up to 128 more, got {spec.head_dim_v} and {rest}"
     return None
 
 

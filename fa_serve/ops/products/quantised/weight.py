@@ -154,12 +154,12 @@ def merge_rows(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
         ("group sizes", [weight.group_size for weight in weights]),
         ("scales", [weight.scales.dtype for weight in weights]),
         ("input scales", [weight.input_scale is None for weight in weights]),
-        ("orders of columns", [weight.columns is None for weight in weights]),
+        ("column orders", [weight.columns is None for weight in weights]),
     ):
         if len(set(facts)) > 1:
             raise ValueError(f"quantised projections can be merged only if they agree, but their {name} differ")
     if first.columns is not None and any(not torch.equal(first.columns, w.columns) for w in weights if w.columns is not None):
-        raise ValueError("quantised projections can be merged only if they agree, but their orders of columns differ")
+        raise ValueError("quantised projections can be merged only if they agree, but their column orders differ")
     input_scales = [weight.input_scale for weight in weights if weight.input_scale is not None]
     zeros = None
     if any(weight.zeros is not None for weight in weights):

@@ -22,8 +22,8 @@ def test_few_rows_are_left_to_the_portable_kernel() -> None:
     assert hopper.supports(CALL) is None
     assert hopper.supports(replace(CALL, num_heads=33)) is None
     few = replace(CALL, num_heads=16)
-    assert "33 or more query heads of all queries of a sequence, got 16 heads of up to 1 queries" in str(hopper.supports(few))
-    assert "got 16 heads of up to 2 queries" in str(hopper.supports(replace(few, sizes=(8, 2, 4096))))
+    assert "at least 33 query heads over all its queries, got 16 heads and up to 1 queries" in str(hopper.supports(few))
+    assert "got 16 heads and up to 2 queries" in str(hopper.supports(replace(few, sizes=(8, 2, 4096))))
     assert hopper.supports(replace(few, sizes=(8, 4, 4096))) is None
 
 
@@ -32,10 +32,10 @@ def test_few_rows_are_left_to_the_portable_kernel() -> None:
     [
         ({"window_size": (9, 0)}, "got a window"),
         ({"softcap": True, "sinks": True}, "got softcap, sinks"),
-        ({"num_kv_heads": 2}, "got 2 of 512 and 64"),
-        ({"head_dim": 640}, "got 1 of 512 and 128"),
-        ({"head_dim": 552}, "got 1 of 512 and 40"),
-        ({"head_dim": 448, "head_dim_v": 384}, "got 1 of 384 and 64"),
+        ({"num_kv_heads": 2}, "got 2 with 512 and 64 more"),
+        ({"head_dim": 640}, "got 1 with 512 and 128 more"),
+        ({"head_dim": 552}, "got 1 with 512 and 40 more"),
+        ({"head_dim": 448, "head_dim_v": 384}, "got 1 with 384 and 64 more"),
     ],
     ids=str,
 )

@@ -163,7 +163,7 @@ def test_a_spoilt_checkpoint_of_each_format_is_refused_in_one_sentence(spoilt, n
 
 def test_a_scale_that_is_no_number_is_named(spoilt) -> None:
     path = spoilt("mxfp4", lambda tensors: tensors[f"{LAYER}.down_proj_scales"].fill_(255))
-    with pytest.raises(ParameterError, match=f"{LAYER}.down_proj_scales must be at most 254, because 255 stands for no number"):
+    with pytest.raises(ParameterError, match=f"{LAYER}.down_proj_scales must be at most 254, because 255 stands for NaN"):
         load(path)
 
 

@@ -88,7 +88,7 @@ def test_merged_rows_share_the_largest_input_scale() -> None:
     ("other", "what"),
     [
         (int4_weight(4, 256, group_size=64), "group sizes"),
-        (int4_weight(4, 256, group_size=128, act_order=True), "orders of columns"),
+        (int4_weight(4, 256, group_size=128, act_order=True), "column orders"),
         (float8_weight(4, 256, group_size=128), "data"),
     ],
 )
@@ -99,7 +99,7 @@ def test_weights_that_differ_are_not_merged(other: QuantizedWeight, what: str) -
 
 def test_columns_in_different_orders_are_not_merged() -> None:
     parts = [int4_weight(4, 256, group_size=128, act_order=True, seed=seed) for seed in (0, 1)]
-    with pytest.raises(ValueError, match="their orders of columns differ"):
+    with pytest.raises(ValueError, match="their column orders differ"):
         merge_rows(parts)
 
 

@@ -39,7 +39,7 @@ class WideBackwardVariant:
     softcap: bool
 
     def __post_init__(self) -> None:
-        assert self.tiles.block_m == 64, "P of more than 64 queries does not fit in registers beside dV"
+        assert self.tiles.block_m == 64, "P of more than 64 queries does not fit in registers together with dV"
 
     @property
     def block_n(self) -> int:
