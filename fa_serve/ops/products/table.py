@@ -181,7 +181,7 @@ KERNELS: tuple[Kernel, ...] = (
     ),
     Kernel(
         name="float8_wgmma",
-        about="input rounded to float8, float8 weights, on Hopper",
+        about="input rounded to float8, float8 weights; Hopper",
         launches=("_scaled_wgmma",),
         plan=f"{_QUANTISED}.float8_wgmma:plan_float8_wgmma",
         values=("float8",),
@@ -191,7 +191,7 @@ KERNELS: tuple[Kernel, ...] = (
     ),
     Kernel(
         name="scaled_mm",
-        about="input rounded to float8, float8 weights, by PyTorch",
+        about="input rounded to float8, float8 weights; PyTorch",
         launches=("torch._scaled_mm",),
         plan="fa_serve.ops.products.pytorch:plan_scaled_mm",
         values=("float8",),
@@ -237,7 +237,7 @@ KERNELS: tuple[Kernel, ...] = (
     ),
     Kernel(
         name="invariant_wgmma",
-        about="many tokens on Hopper, with the same bits as `invariant`",
+        about="many tokens on Hopper, bitwise equal to `invariant`",
         launches=("invariant_matrix",),
         plan="fa_serve.ops.products.row_invariant_wgmma:plan_invariant_wgmma",
         values=("float",),
@@ -247,7 +247,7 @@ KERNELS: tuple[Kernel, ...] = (
     ),
     Kernel(
         name="invariant",
-        about="any number of tokens, which does not change the bits of a row",
+        about="rows do not depend on the number of tokens",
         launches=("_invariant_linear",),
         plan="fa_serve.ops.products.row_invariant:plan_invariant",
         values=ANY_VALUES,
@@ -290,7 +290,7 @@ KERNELS: tuple[Kernel, ...] = (
     ),
     Kernel(
         name="dequantise_experts",
-        about="`grouped`, with the unpacked matrices of some experts at a time",
+        about="`grouped`, with unpacked matrices of some experts at a time",
         launches=("_dequantize", "_grouped_linear"),
         plan="fa_serve.ops.moe.grouped:plan_dequantised",
         values=QUANTISED,

@@ -263,9 +263,9 @@ def test_refusals(make_quiet, tmp_path, tensors) -> None:
     for changes, reason in (
         ({"hidden_size": 16}, "each hidden state that it takes has the size 16, but the size in the model is 32"),
         ({"vocab_size": 400}, "its vocabulary has the size 400, but the size in the model is 320"),
-        ({"architectures": ["LlamaForCausalLM"]}, "its config says LlamaForCausalLM, and not LlamaForCausalLMEagle3"),
+        ({"architectures": ["LlamaForCausalLM"]}, "its config says LlamaForCausalLM instead of LlamaForCausalLMEagle3"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "Eagle3Head cannot run on a paged cache"),
-        ({"eagle_aux_hidden_state_layer_ids": None}, r"it reads hidden states after 2, 1, -1 layers, and .* has 2"),
+        ({"eagle_aux_hidden_state_layer_ids": None}, r"it reads hidden states after 2, 1, -1 layers, but .* has 2"),
     ):
         speculative = save_head(tmp_path / "head", tensors, **changes)
         with pytest.raises(ParameterError, match=f"speculative must name an EAGLE-3 head of fa-serve-demo: {reason}") as error:
