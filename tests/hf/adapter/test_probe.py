@@ -84,7 +84,8 @@ def test_layers_whose_prompts_have_float8_products() -> None:
         hf.check_attention_precision(cached, 16, "fp8")
         wide = replace(cached[1], head_dim=256, head_dim_v=256)
         hf.check_attention_precision([cached[0], wide], 16, "qk8")
-        with pytest.raises(
+        told = "hopper supports head sizes 64 and 128 with precision 'fp8', got 256"
+        with pytest.raises(ParameterError, match=told) as error:
             ParameterError, match="hopper supports head sizes 64 and 128 with precision 'fp8', got 256"
         ) as error:
             hf.check_attention_precision([cached[0], wide], 16, "fp8")
