@@ -112,7 +112,7 @@ class Adapters:
 def require_administrator(request: Request, settings: Settings) -> None:
     """Raise Forbidden unless the request has the administrator's key."""
     if settings.admin_key is None:
-        raise Forbidden("This server has no administrator's key (FA_SERVE_ADMIN_KEY), so nobody may change it.")
+        raise Forbidden("This server has no administrator's key (FA_SERVE_ADMIN_KEY), so it allows no administrative requests.")
     known = hashlib.sha256(settings.admin_key.get_secret_value().encode()).hexdigest()
     if not hmac.compare_digest(known, getattr(request.state, "key", "") or ""):
         raise Forbidden("The administrator's key is required. Send the header Authorization: Bearer KEY.")

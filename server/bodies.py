@@ -32,7 +32,7 @@ JSON_TYPE = re.compile(r"application/([^;]+\+)?json\s*(;|$)", re.IGNORECASE)
 FOREIGN = {
     b"\x1f\x8b": "compressed with gzip",
     b"\x28\xb5\x2f\xfd": "compressed with zstd",
-    b"\xef\xbb\xbf": "UTF-8 behind a byte order mark",
+    b"\xef\xbb\xbf": "UTF-8 with a byte order mark",
     b"\xff\xfe": "UTF-16 or UTF-32",
     b"\xfe\xff": "UTF-16",
     b"\x00": "UTF-16 or UTF-32",
@@ -120,8 +120,8 @@ def _model_of(route: APIRoute) -> type[BaseModel]:
     reply = hints.pop("return", None)
     if list(hints) != ["body", "request"] or route.path_regex.groups or not issubclass(hints["body"], BaseModel):
         message = (
-            f"the endpoint of POST {route.path} must take body, which is a pydantic model, and request, and its path no "
-            f"parameters, got {', '.join(hints) or 'no parameters'} (server/bodies.py)"
+            f"the endpoint of POST {route.path} must have exactly the parameters body (a pydantic model) and request, and its "
+            f"path must have none, got {', '.join(hints) or 'no parameters'} (server/bodies.py)"
         )
         raise TypeError(message)
     if not (isinstance(reply, type) and issubclass(reply, Response)):

@@ -95,7 +95,7 @@ class UpdateInfo(StrictModel):
     @model_validator(mode="after")
     def _require_equal_lengths(self) -> UpdateInfo:
         if not len(self.names) == len(self.dtype_names) == len(self.shapes):
-            raise _wrong("names", "must be as many as dtype_names and shapes")
+            raise _wrong("names", "must have as many entries as dtype_names and shapes")
         return self
 
     def tensors(self) -> list[dict[str, Any]]:
@@ -119,7 +119,7 @@ class UpdateWeightsRequest(StrictModel):
     @model_validator(mode="after")
     def _require_one(self) -> UpdateWeightsRequest:
         if [self.weight_dir, self.shared_memory, self.update_info].count(None) != 2:
-            raise _wrong("weight_dir", "must be given, or shared_memory, or update_info, and only one of them")
+            raise _wrong("weight_dir", "must be given, or else shared_memory or update_info, and only one of the three")
         return self
 
 
@@ -273,5 +273,5 @@ def _integer(request: Request, name: str, default: int) -> int:
     if given is None:
         return default
     if not given.isdecimal() or len(given) > 4:
-        raise BadRequest(f"{name} must be a number, got {given[:80]!r}.", param=name)
+        raise BadRequest(f"{name} must be an integer from 0 to 9999, got {given[:80]!r}.", param=name)
     return int(given)

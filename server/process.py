@@ -178,7 +178,7 @@ class Server(uvicorn.Server):
         """End the process after this time, even if the event loop, the engine or a thread that Python waits for hangs."""
 
         def end() -> None:
-            log.error("the process has not ended by itself in %g s and is cut off", seconds)
+            log.error("the process did not exit within %g s and is killed", seconds)
             self._end(code)
 
         timer = threading.Timer(seconds, end)

@@ -23,7 +23,7 @@ Choices = Annotated[list[NonEmpty], Field(min_length=1, max_length=MAX_CHOICES, 
 FewIds = Annotated[TokenIds, Field(max_length=MAX_IDS)]
 Stop = Annotated[
     NonEmpty | Annotated[list[NonEmpty], Field(max_length=16, fail_fast=True)],
-    one_error("a non-empty string or a list of up to 16 of them"),
+    one_error("a non-empty string or a list of up to 16 non-empty strings"),
 ]
 Prompt = Annotated[
     # pydantic takes the first member that fits. Prompts are long, so a member that does not fit must fail at its first item
@@ -103,13 +103,13 @@ class SamplingRequest(StrictModel):
     allowed_token_ids: Annotated[FewIds, Field(min_length=1)] | None = None
     ignore_eos: bool | None = None
     speculative: bool | None = Field(
-        None, description="Whether the server may guess tokens ahead where it is set up to; the answer is the same."
+        None, description="Whether to use speculative decoding if the server is set up for it; the answer is the same."
     )
     priority: int | None = Field(
-        None, ge=-1000, le=1000, description="Of one API key's requests, those with a lower value are served sooner."
+        None, ge=-1000, le=1000, description="Among one API key's requests, those with a lower value are served sooner."
     )
     cache_salt: str | None = Field(
-        None, min_length=1, max_length=512, description="Cached prefixes are shared with requests of the same salt only."
+        None, min_length=1, max_length=512, description="Cached prefixes are shared only between requests with the same salt."
     )
     return_token_ids: bool | None = Field(None, description="Adds prompt_token_ids and token_ids to each choice.")
     skip_special_tokens: bool | None = None
@@ -120,20 +120,21 @@ class SamplingRequest(StrictModel):
     guided_choice: Choices | None = None
     guided_grammar: NonEmpty | None = None
     truncate_prompt_tokens: int | None = Field(
-        None, ge=-1, description="Keep so many tokens of each prompt; -1 keeps as many as leave room for max_tokens."
+        None, ge=-1, description="Keep at most this many tokens of each prompt; -1 keeps as many as leave room for max_tokens."
     )
     truncation_side: Literal["left", "right"] | None = Field(
-        None, description="Where tokens are cut off; left without this field."
+        None, description="The side on which tokens are cut off. Default: left."
     )
     return_tokens_as_token_ids: bool | None = Field(
         None, description="Log-probabilities name a token by its id, as token_id:7."
     )
 
     use_beam_search: bool | None = Field(
-        None, description=f"The n best answers that n beams find, at most {MAX_BEAMS}. Not allowed with stream or sampling."
+        None,
+        description=f"Search with n beams, at most {MAX_BEAMS}, and return n answers. Not allowed with stream or sampling.",
     )
     length_penalty: float | None = Field(
-        None, ge=-10, le=10, description="Of beams: the log-probability is divided by the number of tokens to this power."
+        None, ge=-10, le=10, description="The log-probability of a beam is divided by its number of tokens to this power."
     )
 
     NOT_FOR_BEAMS: ClassVar[Unsupported] = {
@@ -186,12 +187,14 @@ class SamplingRequest(StrictModel):
 
 
 class CompletionRequest(SamplingRequest):
-    max_tokens: int | None = Field(None, ge=0, description="0 is allowed with echo: the prompt comes back with its scores.")
+    max_tokens: int | None = Field(
+        None, ge=0, description="0 is allowed with echo, to get only the prompt and its log-probabilities."
+    )
     prompt: Prompt
     echo: bool | None = None
     logprobs: int | None = Field(None, ge=0, le=20)
 
-    best_of: int | None = Field(None, ge=1, description="Above n not allowed with stream.")
+    best_of: int | None = Field(None, ge=1, description="Must not be above n with stream.")
 
     NOT_FOR_BEAMS: ClassVar[Unsupported] = {**SamplingRequest.NOT_FOR_BEAMS, "best_of": NOTHING, "echo": (False,)}
     UNSUPPORTED: ClassVar[Unsupported] = {"suffix": NOTHING}

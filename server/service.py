@@ -243,7 +243,7 @@ class Service:
         limit = self.settings.max_answer_bytes_in_flight
         if size > LARGE_ANSWER and self._answer_bytes and self._answer_bytes + size > limit:
             message = (
-                f"The large answers in flight may have at most {limit} bytes together (--max-answer-bytes-in-flight), and "
+                f"All large answers in flight may total at most {limit} bytes (--max-answer-bytes-in-flight), and "
                 f"{self._answer_bytes} are taken. Try again later."
             )
             raise TooManyRequests(message, retry_after=1)
@@ -254,7 +254,7 @@ class Service:
         limit = self.settings.max_answer_bytes
         if size > limit:
             message = (
-                f"The answer may have {size} bytes, and the limit is {limit} (--max-answer-bytes). "
+                f"The answer could have up to {size} bytes, and the limit is {limit} (--max-answer-bytes). "
                 f"Ask for less with {', '.join(fields)}."
             )
             raise BadRequest(message, param=param, code="answer_too_large")

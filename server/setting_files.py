@@ -58,7 +58,7 @@ def _check_template(file: Path) -> None:
         jinja2.Environment(extensions=[Generation, jinja2.ext.loopcontrols]).parse(text)
     except jinja2.TemplateSyntaxError as error:
         where = f"{file}, line {error.lineno}: {error.message}"
-        raise ValueError(f"chat_template must be a template of Jinja, got {where}") from None
+        raise ValueError(f"chat_template must be a valid Jinja template, got {where}") from None
 
 
 def read_file(name: str, file: Path) -> str:

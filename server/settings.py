@@ -50,12 +50,12 @@ class Settings(BaseSettings):
 
     model: str | None = _option(None, "Hub name or local folder; without it, the embedded model.", "Model")
     revision: str | None = _option(
-        None, "Commit, tag or branch of a model of the hub, for all its files; by default its main branch.", "Model"
+        None, "Commit, tag or branch of a model of the hub, used for all its files; by default its main branch.", "Model"
     )
     task: Literal["generate", "embed", "token_embed", "sparse", "score", "classify"] | None = _option(
         None,
         "What the model does: generate text, or as an encoder embed, token_embed, sparse, score or classify. By default its "
-        "files decide. With embed and no model, all-MiniLM-L6-v2 of the extra embeddings is served.",
+        "files decide. With embed and no model, all-MiniLM-L6-v2 is served, from the embeddings extra.",
         "Model",
     )
     served_model_name: str | None = _option(None, "Name that clients ask for; by default the model's name.", "Model")
@@ -63,12 +63,12 @@ class Settings(BaseSettings):
         "auto", "Data type of the weights and the KV cache; auto takes the checkpoint's.", "Model"
     )
     quantization: Literal["fp8"] | None = _option(
-        None, "fp8 rounds the weights of a checkpoint of floats to 8 bits while it is loaded, and may change tokens.", "Model"
+        None, "fp8 rounds the weights of an unquantised checkpoint to 8 bits during loading; this may change tokens.", "Model"
     )
     generation_config: str = _option(
         "auto",
-        "Source of the sampling parameters that a request leaves out: auto is the model's generation_config.json, none is "
-        "neutral values, and a folder is one with a generation_config.json.",
+        "Source of the sampling parameters that a request leaves out: auto (the model's generation_config.json), none (neutral "
+        "values), or a folder with a generation_config.json.",
         "Model",
     )
     device: str = _option("auto", "auto, cpu, cuda, cuda:1, ...; auto takes a GPU if there is one.", "Model")
@@ -94,7 +94,7 @@ class Settings(BaseSettings):
     max_num_batched_tokens: int = _option(5120, "Maximum number of tokens in one step.", "Engine", ge=1)
     target_itl: float | None = _option(
         None,
-        "Longest time between tokens (ms) that new prompts may cause running answers: longer prompts are split to keep it. The "
+        "Longest time between tokens (ms) of running answers while prompts are processed: prompts are split to keep it. The "
         "default is 4 times the measured decoding step (5 times for a step that completes a prompt), and at least 20. 0 is no "
         "limit, and the default on a CPU.",
         "Engine",
@@ -112,15 +112,15 @@ class Settings(BaseSettings):
     page_size: int = _option(16, "Tokens in a page of the KV cache.", "Engine", ge=1)
     num_pages: int | None = _option(None, "Pages of the KV cache; by default as many as fit into memory.", "Engine", ge=1)
     num_states: int | None = _option(
-        None, "States of linear attention to keep; by default as many as fit into memory beside the pages.", "Engine", ge=3
+        None, "States of linear attention to keep; by default as many as fit into memory along with the pages.", "Engine", ge=3
     )
     kv_cache_dtype: Literal["auto", "fp8"] = _option(
         "auto", "fp8 halves the memory of the KV cache, and may change tokens.", "Engine"
     )
     attention_precision: Literal["bf16", "qk8", "fp8"] = _option(
         "bf16",
-        "Products of attention in prompts, on Ada, Hopper and Blackwell GPUs: qk8 rounds queries and keys to 8 bits, fp8 "
-        "probabilities and values as well. Both may change tokens; bf16 computes in the model's data type.",
+        "Precision of attention in prompts, on Ada, Hopper and Blackwell GPUs: qk8 rounds queries and keys to 8 bits, fp8 "
+        "also probabilities and values. Both may change tokens; bf16 computes in the model's data type.",
         "Engine",
     )
     logprobs_mode: str = _option(
@@ -135,25 +135,24 @@ class Settings(BaseSettings):
     )
     kv_host_memory: Size = _option(
         0,
-        "Memory of the host that keeps pages which are evicted from the KV cache until a prompt needs them "
-        "again. 0 keeps none.",
+        "Host memory that keeps pages evicted from the KV cache until a prompt needs them again. 0 keeps none.",
         "Engine",
         ge=0,
     )
     kv_host_folder: Path | None = _option(
         None,
-        "Folder behind --kv-host-memory, in which pages are kept in files: a server that is started again finds them, for the "
-        "same API keys and salts. They are as private as what clients have written. Not with --prefix-sharing none.",
+        "Folder that extends --kv-host-memory with files of pages: a restarted server finds them, for the same API keys and "
+        "salts. The files are as private as what clients have written. Not with --prefix-sharing none.",
         "Engine",
     )
-    kv_host_folder_bytes: Size = _option(64 * 2**30, "Largest size of all files in --kv-host-folder.", "Engine", ge=1)
+    kv_host_folder_bytes: Size = _option(64 * 2**30, "Maximum total size of the files in --kv-host-folder.", "Engine", ge=1)
     cascade_attention: bool = _option(
         False,
-        "Read pages that many decoding sequences share, of one system prompt or of n answers to one prompt, once for all of "
-        "them, where that pays. May change tokens.",
+        "Read pages that many decoding sequences share (a system prompt, or the prompt of n answers) once for all of them, "
+        "where that is faster. May change tokens.",
         "Engine",
     )
-    eager: bool = _option(False, "Use neither CUDA graphs nor, unless deterministic, fused layers.", "Engine")
+    eager: bool = _option(False, "Turn off CUDA graphs and, unless --deterministic, fused layers.", "Engine")
     fusion: bool = _option(True, "Use fused kernels for the layers that have them.", "Engine")
     speculative: str | None = _option(
         None,
@@ -170,7 +169,7 @@ class Settings(BaseSettings):
     )
     process: bool | None = _option(None, "Run the engine in a separate process; by default on a GPU only.", "Engine")
     max_restarts: int = _option(
-        0, "How often a dead engine is replaced by a new one; /ready is 503 until it is loaded.", "Engine", ge=0
+        0, "How many times a dead engine is replaced by a new one; /ready is 503 until that is loaded.", "Engine", ge=0
     )
     seed: int | None = _option(None, "Seed for requests that have none; by default a random one.", "Engine")
 
@@ -179,8 +178,8 @@ class Settings(BaseSettings):
     )
     lora_folder: Path | None = _option(
         None,
-        "Folder of adapters, each in a folder of its name: one is loaded when a client first asks for it, and again when its "
-        "files have changed.",
+        "Folder with a subfolder for each adapter, named after the adapter. An adapter is loaded when a client first asks for "
+        "it, and reloaded when its files have changed.",
         "Adapters",
     )
     lora_bytes: Size | None = _option(
@@ -190,14 +189,14 @@ class Settings(BaseSettings):
         ge=0,
     )
     max_lora_rank: int = _option(64, "Largest rank of an adapter.", "Adapters", ge=1, le=4096)
-    lora_host_bytes: Size = _option(4 * 2**30, "Memory of the host for adapters that are not on the device.", "Adapters", ge=1)
+    lora_host_bytes: Size = _option(4 * 2**30, "Host memory for adapters that are not on the device.", "Adapters", ge=1)
 
     host: str = _option("127.0.0.1", "Address to listen on.", "Network")
     port: int = _option(8000, "Port to listen on; 0 takes a free one.", "Network", ge=0, le=65535)
     allowed_hosts: Items = _option(
         [],
         "Host names that clients may ask for, comma-separated; by default every name, or only localhost if the server "
-        "listens on a loopback address without API keys. Addresses in numbers are always allowed.",
+        "listens on a loopback address without API keys. Numeric IP addresses are always allowed.",
         "Network",
     )
     cors_origins: Items = _option([], "Origins from which browsers may call, comma-separated; by default none.", "Network")
@@ -226,7 +225,7 @@ class Settings(BaseSettings):
     )
     special_tokens_in_content: bool = _option(
         False,
-        "Read names of special tokens, such as <|im_end|>, in the texts of a conversation as these tokens, so that a text can "
+        "Treat names of special tokens, such as <|im_end|>, in the texts of a conversation as these tokens, which lets a text "
         "forge the turn of another role. By default they are plain text.",
         "Access",
     )
@@ -246,12 +245,14 @@ class Settings(BaseSettings):
 
     log_slow: float | None = _option(
         None,
-        "Milliseconds after which a request counts as slow: a line in the log says where its time went. By default off.",
+        "Time (ms) after which a request counts as slow: a line in the log says where its time went. By default off.",
         "Logs",
         ge=0,
     )
     otlp_traces_endpoint: str | None = _option(
-        None, "OTLP/HTTP address that gets OpenTelemetry traces, without a path its /v1/traces; needs the otel extra.", "Logs"
+        None,
+        "OTLP/HTTP address to send OpenTelemetry traces to; /v1/traces is added if it has no path. Needs the otel extra.",
+        "Logs",
     )
 
     max_waiting: int = _option(
@@ -275,11 +276,11 @@ class Settings(BaseSettings):
     max_inputs: int = _option(2048, "Maximum number of inputs in a request to an encoder.", "Limits", ge=1)
     max_body_bytes: Size = _option(16 * 2**20, "Maximum size of a request's body.", "Limits", ge=1)
     max_json_values: int = _option(
-        500_000, "Maximum number of values in a body: token ids, texts, objects and so on; more get a 413.", "Limits", ge=1
+        500_000, "Maximum number of values in a body: token ids, strings, objects and so on; more get a 413.", "Limits", ge=1
     )
     max_json_fields: int = _option(
         50_000,
-        "Maximum number of objects, lists and texts in a body, names of fields included; more get a 413.",
+        "Maximum number of objects, lists and strings in a body, including names of fields; more get a 413.",
         "Limits",
         ge=1,
     )
@@ -300,18 +301,16 @@ class Settings(BaseSettings):
     max_header_bytes: Size = _option(32768, "Maximum size of the headers of a request; more get a 431.", "Limits", ge=1)
     max_body_bytes_in_flight: Size = _option(
         256 * 2**20,
-        "Maximum size of all bodies that are not parsed yet, of which one API key or address may take half; more get a 429.",
+        "Maximum total size of the bodies that are not parsed yet, half of it for one API key or address; more get a 429.",
         "Limits",
         ge=1,
     )
     header_timeout: float = _option(10.0, "Seconds in which the headers of a request must arrive.", "Limits", gt=0)
     body_timeout: float = _option(30.0, "Seconds in which the body of a request must arrive.", "Limits", gt=0)
     keep_alive_timeout: float = _option(60.0, "Seconds after which a connection without a request is closed.", "Limits", gt=0)
-    max_stop_chars: int = _option(
-        4096, "Maximum number of characters of all stop strings of a request together.", "Limits", ge=0
-    )
+    max_stop_chars: int = _option(4096, "Maximum total number of characters in the stop strings of a request.", "Limits", ge=0)
     grammar_cache_bytes: Size = _option(
-        256 * 2**20, "Size of the compiled structured outputs to keep for later requests.", "Limits", ge=0
+        256 * 2**20, "Memory for compiled structured outputs that are kept for later requests.", "Limits", ge=0
     )
     grammar_timeout: float = _option(
         10.0, "Seconds for compiling a structured output; one that takes longer gets a 400.", "Limits", gt=0
@@ -327,13 +326,13 @@ class Settings(BaseSettings):
     )
     max_images: int = _option(16, "Maximum number of images of one request; 0 refuses images.", "Limits", ge=0)
     image_cache_bytes: Size = _option(
-        256 * 2**20, "Size of the embeddings of images to keep for later requests, on the device.", "Limits", ge=0
+        256 * 2**20, "Device memory for embeddings of images that are kept for later requests.", "Limits", ge=0
     )
-    max_image_bytes: Size = _option(10 * 2**20, "Maximum size of the file of an image.", "Limits", ge=1)
+    max_image_bytes: Size = _option(10 * 2**20, "Maximum size of an image file.", "Limits", ge=1)
     max_image_pixels: int = _option(16 * 2**20, "Maximum number of pixels of an image.", "Limits", ge=1)
     kept_image_bytes: Size = _option(
         512 * 2**20,
-        "Size of the processed images to keep for later requests with the same files, in memory of the host.",
+        "Host memory for processed images that are kept for later requests with the same files.",
         "Limits",
         ge=0,
     )
@@ -347,8 +346,8 @@ class Settings(BaseSettings):
     image_timeout: float = _option(30.0, "Seconds for fetching an image, and for decoding and processing it.", "Limits", gt=0)
     image_memory: Size = _option(
         1536 * 2**20,
-        "Memory for decoding an image and processing it for the model. That through which the result comes is not part of it; "
-        "it takes up to max(4 x --max-image-pixels, --image-memory) bytes more.",
+        "Memory for decoding an image and processing it for the model. The shared memory for the result is extra: up to "
+        "max(4 x --max-image-pixels, --image-memory) bytes.",
         "Limits",
         ge=2**20,
     )
@@ -406,7 +405,7 @@ class Settings(BaseSettings):
         keys += [] if self.api_key_file is None else keys_in(self.api_key_file)
         if self.admin_key is not None and self.admin_key.get_secret_value() in keys:
             raise ValueError(
-                "admin_key must be none of the API keys, whose holders could load adapters and change weights otherwise"
+                "admin_key must not be one of the API keys: their holders could then load adapters and change weights"
             )
         return tuple(keys)
 
@@ -418,7 +417,7 @@ class Settings(BaseSettings):
         from fa_serve.spec import ParameterError
 
         if self.kv_host_folder is not None and self.prefix_sharing == "none":
-            rule = "be None with prefix_sharing none, with which no request finds a page again"
+            rule = "be None with prefix_sharing none, because no request could reuse a page"
             raise ParameterError("kv_host_folder", rule, str(self.kv_host_folder))
         given = {field.name: getattr(self, field.name) for field in fields(EngineConfig)}
         given |= {name: int(value) for name, value in given.items() if isinstance(value, ByteSize)}  # no type of pydantic
@@ -486,7 +485,7 @@ def _described(error: Any) -> str:
     name = ".".join(map(str, error["loc"]))
     if error["type"] == "extra_forbidden":
         nearest = nearest_name(name, Settings.model_fields)
-        return f"{name} is no setting: " + (f"did you mean {nearest}?" if nearest else "fa-serve serve --help lists them")
+        return f"{name} is not a setting: " + (f"did you mean {nearest}?" if nearest else "fa-serve serve --help lists them")
     given = "" if error["loc"][0] in SECRETS else f", got {error['input']!r}"
     if name == "port" and "://" in given:
         given += ", as Kubernetes sets it for a service named fa-serve: set enableServiceLinks: false, or give --port"

@@ -107,9 +107,9 @@ def _same(value: Any, other: Any) -> bool:
 
 def known_parts(*types: str) -> WrapValidator:
     """A validator for a part of a message, whose type must be one of these. Other types are those of audio, video and files."""
-    remedy = "this server takes texts and images, so leave out audio, video and files, which are not built yet"
+    remedy = "this server takes only text and images; leave out audio, video and files, which it does not support yet"
     if not any("image" in kind for kind in types):
-        remedy = "this field takes texts alone; images may be in messages of the user and in results of tools"
+        remedy = "this field takes only text; images may be in user messages and tool results"
 
     def validate(value: Any, handler: Any) -> Any:
         try:

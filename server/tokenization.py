@@ -133,15 +133,15 @@ class Tokenization:
                     if shows_probe(text):
                         template.forms()  # found now, so that the first request need not wait for it
                         return None
-                    done = "leaves out the text" if text.strip() else "makes nothing"
-                    reason = reason or f"it {done} of a message that says {PROBE}"
+                    done = "leaves out the text of" if text.strip() else "writes nothing for"
+                    reason = reason or f"it {done} a message that says {PROBE}"
             return reason
 
         try:
             reason = await self._short.run(work, timeout=self._template_timeout)
         except asyncio.TimeoutError:
             return f"must end within {self._template_timeout:g} s (--template-timeout), and runs longer"
-        return None if reason is None else f"must accept a message of the user ({reason})"
+        return None if reason is None else f"must accept a user message ({reason})"
 
     @property
     def writes_chats(self) -> bool:
@@ -342,7 +342,7 @@ class Tokenization:
             places = maker.num_places(prompt.text, prompt.plain)
             if places != len(images):
                 message = (
-                    f"The chat template must write a place for each image, got {places} places for {len(images)} images: leave "
+                    f"The chat template must write a placeholder for each image, got {places} for {len(images)} images: leave "
                     "out the images, or ask the operator for another template (--chat-template)."
                 )
                 raise BadRequest(message, param="messages", code="invalid_value")
@@ -413,8 +413,8 @@ class Tokenization:
 
         if not await self._apply_template(work, client, trial, 0):
             message = (
-                f"{first.place} must not be in a result of a tool, whose images this model's chat template leaves out: put the "
-                "image into a message of the user behind the result."
+                f"{first.place} must not be in a tool result, because this model's chat template leaves out images there: put "
+                "the image into a user message after the result."
             )
             raise BadRequest(message, param=first.place, code="invalid_value")
 
@@ -456,8 +456,8 @@ class Tokenization:
         text, largest, last = await self._decoded(prompt, client)
         if text is None:
             message = (
-                f"With echo, prompt must hold token ids that have a text, which are those from 0 to {last}, got {largest}. "
-                "Leave out echo or the id."
+                f"With echo, prompt must hold only token ids that have a text, from 0 to {last}, got {largest}. Leave out echo "
+                "or the id."
             )
             raise BadRequest(message, param="prompt", code="invalid_value")
         return text
@@ -486,7 +486,7 @@ class Tokenization:
         assert self._engine.reader is not None
         limit = self._engine.reader.max_ids
         if count > limit:
-            message = f"The prompts of a request must have at most {limit} tokens together, got more."
+            message = f"The prompts of a request must have at most {limit} tokens in total, got more."
             raise BadRequest(message, param="prompt", code="invalid_value")
 
     def _ids(self, text: str, special: bool, param: str, plain: Sequence[tuple[int, int]] = ()) -> list[int]:

@@ -311,14 +311,14 @@ class Answer(ABC):
             field = self._constraint.field
             raise BadRequest(f"{field} is not allowed with use_beam_search.", param=field, code="invalid_value")
         if not self._service.engine.config.prefix_caching:
-            message = "use_beam_search is not available: this server has no prefix cache, which a search needs."
+            message = "use_beam_search is not available: beam search needs a prefix cache, and this server has none."
             raise BadRequest(message, param="use_beam_search", code="invalid_value")
         if max_tokens is not None and max_tokens > MAX_BEAM_TOKENS:
             message = f"With use_beam_search, an answer may have at most {MAX_BEAM_TOKENS} tokens, got {max_tokens}."
             raise BadRequest(message, param="max_tokens", code="invalid_value")
         if self._n * num_tokens > MAX_BEAM_PROMPTS:
             message = (
-                f"With use_beam_search, n times the tokens of the prompt must be at most {MAX_BEAM_PROMPTS}, "
+                f"With use_beam_search, n times the number of prompt tokens must be at most {MAX_BEAM_PROMPTS}, "
                 f"got {self._n} times {num_tokens}."
             )
             raise BadRequest(message, param=self._prompt_field, code="invalid_value")

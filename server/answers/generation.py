@@ -198,21 +198,21 @@ def failure(service: Service, job: Job, output: RequestOutput) -> ApiError:
         return Unavailable(f"The request was aborted: {cause}.", retry_after=RETRY_SECONDS)
     error = output.error or RequestError("step_failed", "the engine gave no reason")
     if error.code == "unread":
-        return ClientGone("The client did not read its stream in time, and too many log-probabilities waited.")
+        return ClientGone("The client did not read its stream in time, and too many unread log-probabilities had accumulated.")
     log.error("%s failed (%s): %s", job.name, error.code, error.message)
-    reason = service.refusal_reason() or ("its replica has ended" if error.code == "replica_lost" else None)
+    reason = service.refusal_reason() or ("its replica has stopped" if error.code == "replica_lost" else None)
     if reason is not None:
         return Unavailable(f"The request was cut off: {reason}.", retry_after=RETRY_SECONDS)
     fields = job.fields
     if error.code == "no_token_left" and fields.narrows and fields.constraint is not None:
-        message = f"{fields.constraint} must leave a token that allowed_token_ids and logit_bias allow as well."
+        message = f"{fields.constraint} must allow at least one token that allowed_token_ids and logit_bias also allow."
         return BadRequest(message, param=fields.constraint)
     if error.code == "adapter_failed":
         return Unavailable(f"The model {job.adapter!r} cannot be loaded.")
     if error.code == "image_failed":  # perhaps the device had no memory for it, so this may not be the client's fault
         return EngineFailed(f"An image could not be used: {error.message}.")
     if error.code == "grammar" and fields.constraint is not None:
-        message = f"{fields.constraint} must be simpler: following it took more states, or more time, than the server allows."
+        message = f"{fields.constraint} must be simpler: matching it needed more states or more time than the server allows."
         return BadRequest(message, param=fields.constraint, code="grammar_too_complex")
     return EngineFailed(INTERNAL_ERROR)
 

@@ -127,7 +127,7 @@ class WatchedResponse(Response):
             await work
         except asyncio.CancelledError:
             if self._unread:
-                raise ClientGone(f"The client left its answer unread for {self._send_timeout:g} s.") from None
+                raise ClientGone(f"The client did not read its answer for {self._send_timeout:g} s.") from None
             raise
         finally:
             self._timer.cancel()

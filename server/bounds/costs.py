@@ -217,8 +217,8 @@ class Costs:
             self._count_delayed()
             if self._waiting[bill.client] >= MAX_WAITING:
                 message = (
-                    f"{MAX_WAITING} requests of this client wait already, because many before them were refused, or asked "
-                    "for no tokens. Try again later, with fewer requests at once."
+                    f"This client already has {MAX_WAITING} waiting requests, because many of its earlier requests were "
+                    "refused or asked for no tokens. Try again later, with fewer requests at once."
                 )
                 bill.refused = True
                 if await _has_left(receive, [], self._time_to_refuse(bill.client)):

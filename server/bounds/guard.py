@@ -288,8 +288,8 @@ class BytesInFlight:
         """Add the bytes. Raises TooManyRequests above a limit, and then adds nothing."""
         if self._by_owner[owner] + size > self._limit // 2 or self._total + size > self._limit:
             message = (
-                f"The bodies that the server is reading may have at most {self._limit} bytes together, and half of that for "
-                "one client (--max-body-bytes-in-flight). Try again later."
+                f"All bodies being read may total at most {self._limit} bytes, and those of one client at most half of that "
+                "(--max-body-bytes-in-flight). Try again later."
             )
             raise TooManyRequests(message, code="too_many_body_bytes", retry_after=1)
         self._by_owner[owner] += size

@@ -69,7 +69,7 @@ class JsonBounds:
     def _refusal(self, values: int, fields: int, subject: str) -> str | None:
         subject = subject[0].upper() + subject[1:]
         if fields > self.fields:
-            return f"{subject} must have at most {self.fields} objects, lists and texts (--max-json-fields), got more."
+            return f"{subject} must have at most {self.fields} objects, lists and strings (--max-json-fields), got more."
         if values > self.values:
             return f"{subject} must have at most {self.values} values (--max-json-values), got more."
         return None

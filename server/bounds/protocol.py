@@ -143,7 +143,8 @@ class ConnectionTable:
         if now - self._logged >= LOG_SECONDS:
             self._logged = now
             log.warning(
-                "all %d connections are taken (--max-connections, and the limit of open files): idle ones give way, %d wait",
+                "all %d connections are in use (--max-connections, or the limit of open files): new ones replace idle ones; "
+                "%d are idle",
                 self._limit,
                 len(self._waiting),
             )
@@ -269,7 +270,9 @@ class BoundedProtocol(HalfClosedProtocol):
     def on_body(self, body: bytes) -> None:
         self._pieces += 1
         if self._pieces > FREE_PIECES + self._on_wire // SMALL_PIECE:
-            self._refuse(400, "chunks_too_small", f"The chunks of a body must have {SMALL_PIECE} bytes on average, got less.")
+            self._refuse(
+                400, "chunks_too_small", f"The chunks of a body must have at least {SMALL_PIECE} bytes on average, got less."
+            )
             raise RefusedError
         super().on_body(body)
 

@@ -58,7 +58,8 @@ class ChatAnswer(Answer):
         asked = self._constraint
         if self._may_call and asked is not None and asked.output.grammar is not None:
             message = (
-                f"{asked.field} must not be given with tools, unless tool_choice is none: a grammar has no place for calls."
+                f"{asked.field} must not be given with tools unless tool_choice is none, because a grammar cannot include tool "
+                "calls."
             )
             raise BadRequest(message, param=asked.field)
 

@@ -28,7 +28,7 @@ class ImageUrl(StrictModel):
         description="A data URI of PNG, JPEG, WebP or GIF, or an https address if the server allows its host."
     )
     detail: Literal["auto", "low", "high", "original"] | None = Field(
-        None, description="Without an effect: the model's own processor decides the size."
+        None, description="Has no effect: the model's own processor decides the size."
     )
 
     PART_OF_A_CONVERSATION: ClassVar[bool] = True
@@ -94,13 +94,13 @@ class ToolCall(StrictModel):
 class Message(StrictModel):
     role: str = Field(
         pattern=r"^[a-zA-Z0-9_.-]{1,64}$",
-        description="system, developer, user, assistant, tool, or another one that the chat template writes.",
+        description="system, developer, user, assistant, tool, or another role that the chat template supports.",
     )
     content: str | Annotated[list[Part], Field(min_length=1, fail_fast=True)] | None = None
     name: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_CALLS, fail_fast=True)] | None = None
     tool_call_id: str | None = None
-    reasoning_content: str | None = Field(None, description="For the chat template, which may leave old thoughts out.")
+    reasoning_content: str | None = Field(None, description="Passed to the chat template, which may omit earlier thoughts.")
 
     PART_OF_A_CONVERSATION: ClassVar[bool] = True
     UNSUPPORTED: ClassVar[Unsupported] = {"annotations": ([],), "audio": NOTHING, "function_call": NOTHING, "refusal": NOTHING}
@@ -108,13 +108,13 @@ class Message(StrictModel):
     @model_validator(mode="after")
     def _check_role(self) -> Message:
         if self.content is None and not self.tool_calls:
-            raise field_error("content", "must be given")
+            raise field_error("content", "must be given unless there are tool_calls")
         if self.images() and self.role not in IMAGE_ROLES:
             got = f"got the role {self.role!r}"
-            raise field_error("content", f"may have images in messages of the roles user and tool only, {got}")
+            raise field_error("content", f"may have images only in messages of the roles user and tool, {got}")
         for field in ("tool_calls", "reasoning_content"):
             if getattr(self, field) and self.role != "assistant":
-                raise field_error(field, "is only allowed in messages of the assistant")
+                raise field_error(field, "is only allowed in assistant messages")
         if (self.tool_call_id is None) == (self.role == "tool"):
             raise field_error("tool_call_id", "must be given with the role tool, and with no other role")
         return self
@@ -234,10 +234,10 @@ class TemplateFields(StrictModel):
     chat_template: NonEmpty | None = Field(None, description="Replaces the model's chat template, if the server allows it.")
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables for the chat template.")
     add_generation_prompt: bool | None = Field(
-        None, description="Whether the prompt ends with the beginning of an answer, as it does without this field."
+        None, description="Whether the prompt ends with the start of the assistant's turn. Default: true."
     )
     continue_final_message: bool | None = Field(
-        None, description="The prompt ends within the last message, which goes on. Only if add_generation_prompt is false."
+        None, description="Continue the last message instead of starting a new one. Requires add_generation_prompt: false."
     )
 
     @field_validator("tools")
@@ -259,7 +259,7 @@ class TemplateFields(StrictModel):
         if self.add_generation_prompt is not False:
             raise field_error("continue_final_message", "is only allowed when add_generation_prompt is false")
         if messages[-1].tool_calls or messages[-1].last_text is None:
-            raise field_error("continue_final_message", "is only allowed when the last message ends with a text")
+            raise field_error("continue_final_message", "is only allowed when the last message ends with text")
 
     def place_images(self, places: list[str]) -> None:
         """Set where the images of this request are in the request that the client has sent."""
@@ -288,7 +288,9 @@ class ChatRequest(TemplateFields, SamplingRequest):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
-    reasoning_effort: NonEmpty | None = Field(None, description="For the chat template, if it reads this variable.")
+    reasoning_effort: NonEmpty | None = Field(
+        None, description="Passed to the chat template. Refused if the template does not read it."
+    )
     safety_identifier: str | None = Field(None, max_length=512, description="Written to the access log, like user.")
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None

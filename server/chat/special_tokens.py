@@ -118,7 +118,10 @@ def _stand_ins(characters: list[str], texts: list[str]) -> tuple[dict[str, str],
         forward = {character: chr(begin + number) for number, character in enumerate(characters)}
         if not any(stand_in in text for text in texts for stand_in in forward.values()):
             return forward, {stand_in: character for character, stand_in in forward.items()}
-    raise BadRequest("messages must leave some of Unicode's characters for private use unused.", param="messages")
+    raise BadRequest(
+        "messages must use fewer of Unicode's private-use characters, because the server needs some that are not in them.",
+        param="messages",
+    )
 
 
 def _replaced(value: Any, replacements: dict[str, str]) -> Any:

@@ -158,7 +158,9 @@ class Template:
         self._check_variables(variables)
         if trial is None and self.holds_the_interpreter:
             self._refuse_if_broken()
-            rule = "it must not raise to a power or multiply by such a number, which nothing can interrupt"
+            rule = (
+                "it must have no power (**), nor a product (*) and a very large number, because nothing could interrupt these"
+            )
             raise BadRequest(f"The chat template is refused: {rule}.", param="messages")
         try:
             if trial is None:

@@ -17,7 +17,7 @@ def call_schemas(tools: Sequence[Tool], arguments_key: str) -> tuple[list[dict[s
     Raises BadRequest for more than MAX_STRUCTURED characters, before anything is copied.
     """
     if sum(schema_length(tool.parameters(), MAX_STRUCTURED) for tool in tools) > MAX_STRUCTURED:
-        message = f"tools must have schemas of at most {MAX_STRUCTURED} characters together, if the answer must follow them."
+        message = f"tools must have schemas of at most {MAX_STRUCTURED} characters in total if the answer must follow them."
         raise BadRequest(message, param="tools", code="invalid_value")
     calls = []
     definitions = {}

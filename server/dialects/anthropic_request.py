@@ -33,7 +33,7 @@ from ..strict import NOTHING, StrictModel, Unsupported, field_error, known_parts
 from .dialect import Translated, by_type, message
 
 CacheControl = Annotated[
-    dict[str, Any] | None, Field(description="Accepted without an effect: prefixes are cached for every request.")
+    dict[str, Any] | None, Field(description="Accepted, but has no effect: prefixes are cached for every request.")
 ]
 
 
@@ -109,7 +109,7 @@ class ToolResultBlock(StrictModel):
     type: Literal["tool_result"]
     tool_use_id: NonEmpty
     content: str | Annotated[list[ResultBlock], Field(fail_fast=True)] | None = None
-    is_error: bool | None = Field(None, description="The template gets the content behind `Error: `.")
+    is_error: bool | None = Field(None, description="If true, the content is prefixed with `Error: `.")
     cache_control: CacheControl = None
 
     UNSUPPORTED: ClassVar[Unsupported] = {"toolset_name": NOTHING}
@@ -151,7 +151,7 @@ class Turn(StrictModel):
         allowed = ALLOWED[self.role]
         for number, block in enumerate(self._blocks()):
             if block.type not in allowed:
-                raise field_error(f"content[{number}].type", f"must be {' or '.join(allowed)} in messages of the {self.role}")
+                raise field_error(f"content[{number}].type", f"must be {' or '.join(allowed)} in {self.role} messages")
         return self
 
     def _blocks(self) -> list[Any]:
@@ -248,8 +248,10 @@ class ToolSelection(StrictModel):
 
 class Thinking(StrictModel):
     type: Literal["enabled", "adaptive", "disabled"]
-    budget_tokens: int | None = Field(None, ge=1, description="Accepted without an effect.")
-    display: Literal["summarized", "omitted"] | None = Field(None, description="Thoughts are complete unless omitted.")
+    budget_tokens: int | None = Field(None, ge=1, description="Accepted, but has no effect.")
+    display: Literal["summarized", "omitted"] | None = Field(
+        None, description="Thoughts are returned in full unless this is `omitted`."
+    )
 
 
 class OutputFormat(StrictModel):
@@ -259,7 +261,7 @@ class OutputFormat(StrictModel):
 
 class OutputConfig(StrictModel):
     effort: Literal["low", "medium", "high", "xhigh", "max"] | None = Field(
-        None, description="For the chat template, if it reads reasoning_effort."
+        None, description="Passed to the chat template if it reads reasoning_effort."
     )
     format: OutputFormat | None = None
 
@@ -274,7 +276,7 @@ class CountTokensRequest(Translated):
     system: Texts | None = None
     tools: Annotated[list[ToolDefinition], Field(max_length=128, fail_fast=True)] | None = None
     tool_choice: ToolSelection | None = None
-    thinking: Thinking | None = Field(None, description="For the chat template, if it reads enable_thinking.")
+    thinking: Thinking | None = Field(None, description="Passed to the chat template if it reads enable_thinking.")
     output_config: OutputConfig | None = None
     cache_control: CacheControl = None
 
@@ -294,7 +296,7 @@ class CountTokensRequest(Translated):
     def _check_last(self) -> CountTokensRequest:
         last = self.messages[-1]
         if last.role == "assistant" and not last.can_go_on:
-            raise field_error("messages", "may end with a message of the assistant only if it has a text and no tool_use")
+            raise field_error("messages", "may end with an assistant message only if it has text and no tool_use")
         return self
 
     def translated(self) -> ChatRequest:

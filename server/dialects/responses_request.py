@@ -33,8 +33,8 @@ from ..strict import NOTHING, StrictModel, Unsupported, field_error, known_parts
 from .dialect import Translated, by_type, message
 
 MAX_RETURNED = 1 << 18  # bytes of the request's instructions, tools and schema that each response object may repeat
-Status = Annotated[Literal["in_progress", "completed", "incomplete"] | None, Field(description="Without an effect.")]
-Identity = Annotated[str | None, Field(description="Without an effect.")]
+Status = Annotated[Literal["in_progress", "completed", "incomplete"] | None, Field(description="Has no effect.")]
+Identity = Annotated[str | None, Field(description="Has no effect.")]
 
 
 class ContentItem(StrictModel):
@@ -42,8 +42,8 @@ class ContentItem(StrictModel):
         Literal["input_text", "output_text", "input_image"], known_parts("input_text", "output_text", "input_image")
     ]
     text: str | None = None
-    image_url: NonEmpty | None = Field(None, description="As in a chat.")
-    detail: Literal["auto", "low", "high", "original"] | None = Field(None, description="Without an effect.")
+    image_url: NonEmpty | None = Field(None, description="As in /v1/chat/completions.")
+    detail: Literal["auto", "low", "high", "original"] | None = Field(None, description="Has no effect.")
 
     UNSUPPORTED: ClassVar[Unsupported] = {
         "annotations": ([],),
@@ -79,14 +79,14 @@ class MessageItem(StrictModel):
     content: ItemParts
     id: Identity = None
     status: Status = None
-    phase: Literal["commentary", "final_answer"] | None = Field(None, description="Without an effect.")
+    phase: Literal["commentary", "final_answer"] | None = Field(None, description="Has no effect.")
 
     PART_OF_A_CONVERSATION: ClassVar[bool] = True
 
     @model_validator(mode="after")
     def _check_images(self) -> MessageItem:
         if self.role != "user" and _image_places(self.content, ""):
-            raise field_error("content", f"may have images in messages of the user only, got the role {self.role!r}")
+            raise field_error("content", f"may have images only in user messages, got the role {self.role!r}")
         return self
 
 
@@ -132,7 +132,7 @@ class ReasoningText(StrictModel):
 
 class ReasoningItem(StrictModel):
     type: Literal["reasoning"]
-    summary: Annotated[list[SummaryText], Field(fail_fast=True)] | None = Field(None, description="Without an effect.")
+    summary: Annotated[list[SummaryText], Field(fail_fast=True)] | None = Field(None, description="Has no effect.")
     content: Annotated[list[ReasoningText], Field(fail_fast=True)] | None = None
     id: Identity = None
     status: Status = None
@@ -152,7 +152,8 @@ Item = Annotated[
     ),
 ]
 Input = Annotated[
-    NonEmpty | Annotated[list[Item], Field(min_length=1, fail_fast=True)], Field(description="A text is a message of the user.")
+    NonEmpty | Annotated[list[Item], Field(min_length=1, fail_fast=True)],
+    Field(description="A string is treated as a user message."),
 ]
 
 
@@ -161,7 +162,7 @@ class FunctionTool(StrictModel):
     name: str = Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: bool | None = Field(None, description="Null is false.")
+    strict: bool | None = Field(None, description="Null means false.")
 
     UNSUPPORTED: ClassVar[Unsupported] = {
         "allowed_callers": (["direct"],),
@@ -215,10 +216,14 @@ class TextConfig(StrictModel):
 
 class Reasoning(StrictModel):
     effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
-        None, description="For the chat template, if it reads reasoning_effort, or enable_thinking for none."
+        None,
+        description=(
+            "Passed to the chat template if it reads reasoning_effort. If it reads enable_thinking, that is false for none and "
+            "true for other values."
+        ),
     )
     summary: Literal["auto", "concise", "detailed"] | None = Field(
-        None, description="Without an effect: reasoning is complete, and has no summary."
+        None, description="Has no effect: reasoning is returned in full, without a summary."
     )
 
     UNSUPPORTED: ClassVar[Unsupported] = {"context": ("auto",), "generate_summary": NOTHING, "mode": ("standard",)}
@@ -245,10 +250,10 @@ class ResponsesRequest(Translated):
     stream: bool | None = None
     stream_options: ResponsesStreamOptions | None = None
     include: Annotated[list[Literal["reasoning.encrypted_content"]], Field(max_length=16, fail_fast=True)] | None = Field(
-        None, description="Without an effect: reasoning comes as plain text, and may be sent back so."
+        None, description="Has no effect: reasoning is returned as plain text and may be sent back as plain text."
     )
     prompt_cache_key: str | None = Field(
-        None, max_length=512, description="Returned, without an effect: prefixes are cached for every request."
+        None, max_length=512, description="Returned, but has no effect: prefixes are cached for every request."
     )
     user: str | None = Field(None, max_length=512, description="Written to the access log.")
     safety_identifier: str | None = Field(None, max_length=512, description="Written to the access log, like user.")

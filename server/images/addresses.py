@@ -66,21 +66,21 @@ def read_remote(url: str, is_redirect: bool = False) -> Remote:
         port = parts.port
     except ValueError:
         shown = url.rpartition("@")[2][:MAX_REPEATED]  # the text before the @ may hold a password
-        raise ImageAddressError(f"be a data URI or an https address that can be read{got(repr(shown))}") from None
+        raise ImageAddressError(f"be a data URI or a valid https address{got(repr(shown))}") from None
     if parts.scheme != "https":
-        raise ImageAddressError(f"be a data URI or an https address, got one of the scheme {parts.scheme[:20]!r}")
+        raise ImageAddressError(f"be a data URI or an https address, got the scheme {parts.scheme[:20]!r}")
     if parts.username is not None or parts.password is not None:
-        raise ImageAddressError(f"have neither a user name nor another port than 443{got('a user name')}")
+        raise ImageAddressError(f"have no user name, and no port other than 443{got('a user name')}")
     if port not in (None, 443):
-        raise ImageAddressError(f"have neither a user name nor another port than 443{got(f'the port {port}')}")
+        raise ImageAddressError(f"have no user name, and no port other than 443{got(f'the port {port}')}")
     host = parts.hostname or ""
     if not is_host(host):
-        raise ImageAddressError(f"name a host in letters, digits, dots and hyphens{got(repr(host[:MAX_REPEATED]))}")
+        raise ImageAddressError(f"name a host with only letters, digits, dots and hyphens{got(repr(host[:MAX_REPEATED]))}")
     target = parts.path or "/"
     target += f"?{parts.query}" if parts.query else ""
     if not target.isascii() or not target.isprintable() or " " in target:
         shown = repr(target[:MAX_REPEATED])
-        raise ImageAddressError(f"have a path that is written in ASCII, with %-escapes for other characters{got(shown)}")
+        raise ImageAddressError(f"have a path in ASCII, with %-escapes for other characters{got(shown)}")
     return Remote(host, target)
 
 
@@ -99,7 +99,7 @@ def _data_of(url: str, max_bytes: int) -> memoryview:
     found = _DATA.match(url[:MAX_HEAD])
     if found is None or media_type_of(found[1]) not in MEDIA_TYPES:
         given = url[:MAX_HEAD].partition(",")[0][:MAX_REPEATED]
-        raise ImageAddressError(f"be a data URI with base64 of one of these types: {', '.join(MEDIA_TYPES)}, got {given!r}")
+        raise ImageAddressError(f"be a base64 data URI of one of these types: {', '.join(MEDIA_TYPES)}, got {given!r}")
     length = len(url) - found.end()
     if length * 3 // 4 > max_bytes + 2:
         raise ImageAddressError(f"hold at most {max_bytes} bytes (--max-image-bytes), got about {length * 3 // 4}")

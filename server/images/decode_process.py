@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import Any
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
-BROKEN_BASE64 = "have base64 that is complete and without other characters"  # completes "image_url must ..."
+BROKEN_BASE64 = "have complete base64 without invalid characters"  # completes "image_url must ..."
 MAX_RATIO = 200  # of the longer side to the shorter one, at most: processors refuse longer pictures, or blow them up
 
 
@@ -138,7 +138,7 @@ def _check_header(image: Any, max_pixels: int) -> None:
     if width * height > max_pixels:
         raise Refused(f"have at most {max_pixels} pixels (--max-image-pixels), got {width} x {height}")
     if max(width, height) > MAX_RATIO * min(width, height):
-        raise Refused(f"have sides of which one is at most {MAX_RATIO} times the other, got {width} x {height}")
+        raise Refused(f"have a longer side of at most {MAX_RATIO} times the shorter one, got {width} x {height}")
     # the first picture of a camera's MPO is a JPEG; the others are previews of it or views from another lens
     if image.format != "MPO" and getattr(image, "is_animated", False):
         raise Refused("be a single picture, got an animated one")

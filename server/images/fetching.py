@@ -50,7 +50,7 @@ class FetchLimits:
     timeout: float
 
     def too_late(self) -> ImageAddressError:
-        return ImageAddressError(f"be an address whose image comes within {self.timeout:g} seconds (--image-timeout)")
+        return ImageAddressError(f"be an address whose image arrives within {self.timeout:g} seconds (--image-timeout)")
 
     def too_large(self, size: str) -> ImageAddressError:
         return ImageAddressError(f"lead to an image of at most {self.max_bytes} bytes (--max-image-bytes), got {size}")
@@ -117,7 +117,7 @@ def fetch(remote: Remote, limits: FetchLimits, resolve: Resolve = resolve_host) 
     deadline = _Deadline(limits)
     for _ in range(MAX_REDIRECTS + 1):
         if remote.host not in limits.hosts:
-            told = "this server fetches no images" if not limits.hosts else f"it allows {', '.join(limits.hosts)} alone"
+            told = "this server fetches no images" if not limits.hosts else f"it allows only {', '.join(limits.hosts)}"
             raise ImageAddressError(f"be a data URI or name a host that the operator allows (--image-hosts): {told}")
         address = check_addresses(remote.host, resolve)
         try:
@@ -133,7 +133,7 @@ def fetch(remote: Remote, limits: FetchLimits, resolve: Resolve = resolve_host) 
         try:
             url = urljoin(f"https://{remote.host}{remote.target}", answer.location)
         except ValueError:
-            raise ImageAddressError("lead to an image without a redirect that cannot be read") from None
+            raise ImageAddressError("not redirect to an invalid URL") from None
         remote = read_remote(url, is_redirect=True)
     raise ImageAddressError(f"lead to an image within {MAX_REDIRECTS} redirects")
 
@@ -145,7 +145,7 @@ def check_addresses(host: str, resolve: Resolve) -> str:
     except (OSError, ValueError):
         raise ImageAddressError("name a host that can be looked up") from None
     if not found or not all(map(_is_global, found)):
-        raise ImageAddressError("name a host with public addresses alone")
+        raise ImageAddressError("name a host that has only public addresses")
     return str(found[0])
 
 

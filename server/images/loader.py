@@ -141,8 +141,8 @@ class ImageLoader:
         if reason and not self._has_warned:
             self._has_warned = True
             log.warning(
-                "pictures are processed in the server's own process, where other requests wait for them, because the process "
-                "that decodes them cannot load the model's processor: %s",
+                "images are processed in the server's own process, which delays other requests, because the process that "
+                "decodes images cannot load the model's processor: %s",
                 reason,
             )
         return image
@@ -159,7 +159,7 @@ def _start(trials: Trials) -> None:
     except Cancelled:
         pass
     except TrialProcessError as error:
-        log.warning("requests with images get a 503 until the first of them has started the process that decodes: %s", error)
+        log.warning("the image decoder has not started; requests with images get a 503 until one of them starts it: %s", error)
 
 
 def decode(data: bytes | memoryview, max_result: int, trial: Trial, key: bytes = b"") -> tuple[Any, str]:

@@ -54,7 +54,7 @@ def _dtype(settings: Settings, config: EngineConfig) -> str:
 
 def _attention(engine: AsyncEngine) -> str:
     served = ", ".join(f"{kind}: {' and '.join(names)}" for kind, names in engine.summary.attention.items() if names)
-    return f"{served or 'no layer attends'} (fa-serve info says why)"
+    return f"{served or 'no layer computes attention'} (fa-serve info says why)"
 
 
 def _cache(settings: Settings, engine: AsyncEngine) -> str:
@@ -64,9 +64,9 @@ def _cache(settings: Settings, engine: AsyncEngine) -> str:
     if settings.num_pages is not None:
         why = "by --num-pages"
     elif config.device.startswith("cuda"):
-        why = f"what {config.gpu_memory_utilization:.0%} of the memory leaves (--gpu-memory-utilization)"
+        why = f"what is left of {config.gpu_memory_utilization:.0%} of the memory (--gpu-memory-utilization)"
     else:
-        why = "what --max-num-seqs can use, or a quarter of the memory (--num-pages)"
+        why = "as much as --max-num-seqs can use, at most a quarter of the memory (--num-pages)"
     return f"{size}: {why}"
 
 
@@ -84,7 +84,7 @@ def _batch(config: EngineConfig) -> str:
 def _graphs(engine: AsyncEngine) -> str:
     layers = "fused layers" if engine.summary.fuses else "no fused layers"
     if engine.summary.graphs:
-        return f"CUDA graphs, {layers} (--eager for neither)"
+        return f"CUDA graphs, {layers} (--eager turns off both)"
     if engine.config.eager:
         return "none, and no fused layers: --eager"
     return f"none{'' if engine.config.device.startswith('cuda') else ' on a CPU'}, {layers}"
@@ -92,8 +92,8 @@ def _graphs(engine: AsyncEngine) -> str:
 
 def _parallel(config: EngineConfig) -> str:
     size = config.tensor_parallel
-    divided = f"each layer between {size} devices" if size > 1 else "one device"
-    guesses = f"; guesses by {config.speculative}" if config.speculative else "; no guessed tokens (--speculative)"
+    divided = f"each layer is divided between {size} devices" if size > 1 else "one device"
+    guesses = f"; draft tokens from {config.speculative}" if config.speculative else "; no speculative decoding (--speculative)"
     return f"{divided} (--tensor-parallel){guesses}"
 
 
@@ -107,7 +107,7 @@ def _model(settings: Settings, engine: AsyncEngine) -> str:
 
 
 def _access(settings: Settings) -> str:
-    where = "this machine alone" if settings.host in LOCAL else f"every machine that reaches {settings.host}"
+    where = "this machine only" if settings.host in LOCAL else f"every machine that can reach {settings.host}"
     keys = len(settings.all_keys)
     administrator = f"{'no' if settings.admin_key is None else 'an'} administrator's key (FA_SERVE_ADMIN_KEY)"
     if keys:

@@ -82,7 +82,7 @@ class Metrics(Collector):
             "request_decode_time_seconds", "From the first token to the last one.", REQUEST_SECONDS
         )
         self.loop_delay = self._histogram(
-            "event_loop_delay_seconds", "How late the server's event loop runs what is due.", STEP_SECONDS
+            "event_loop_delay_seconds", "How late the server's event loop runs callbacks that are due.", STEP_SECONDS
         )
         self.prompt = self._histogram("request_prompt_tokens", "Prompt tokens of a finished sequence.", TOKENS)
         self.output = self._histogram("request_generation_tokens", "Generated tokens of a finished sequence.", TOKENS)
@@ -105,7 +105,7 @@ class Metrics(Collector):
 
         self.delayed = Counter(
             f"{PREFIX}delayed_requests",
-            "Requests that waited because their client has sent many that were refused, or that asked for no tokens.",
+            "Requests that waited because their client had sent many requests that were refused or asked for no tokens.",
             registry=self._registry,
         ).inc
 
@@ -138,7 +138,7 @@ class Metrics(Collector):
             up = GaugeMetricFamily(f"{PREFIX}engine_up", about)
             up.add_metric([], int(life.is_up))
             yield up
-            restarts = CounterMetricFamily(f"{PREFIX}engine_restarts", "Engines that were started in the place of a dead one.")
+            restarts = CounterMetricFamily(f"{PREFIX}engine_restarts", "Engines started to replace a dead one.")
             restarts.add_metric([], life.num_restarts)
             yield restarts
         if found is None:
@@ -209,11 +209,14 @@ def _add_engine(families: dict[str, Metric], names: list[str], label: list[str],
         "prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", stats.num_prompt_tokens),
         "prefix_cache_hits": ("Prompt tokens found in the prefix cache.", stats.num_cached_tokens),
         "engine_steps": ("Steps of the engine.", stats.num_steps),
-        "late_compilations": ("Kernels that requests have waited for.", stats.num_late_compilations),
-        "late_captures": ("CUDA graphs whose capture requests have waited for.", stats.num_late_captures),
+        "late_compilations": (
+            "Kernels that were compiled or loaded while requests waited or ran.",
+            stats.num_late_compilations,
+        ),
+        "late_captures": ("CUDA graphs that were captured while requests waited or ran.", stats.num_late_captures),
         "spec_decode_num_drafts": ("Drafts, one for each sequence and step.", drafts.num_drafts),
-        "spec_decode_num_draft_tokens": ("Tokens of drafts.", drafts.num_draft_tokens),
-        "spec_decode_num_accepted_tokens": ("Tokens of drafts that were right.", drafts.num_accepted_tokens),
+        "spec_decode_num_draft_tokens": ("Draft tokens.", drafts.num_draft_tokens),
+        "spec_decode_num_accepted_tokens": ("Draft tokens that were accepted.", drafts.num_accepted_tokens),
     }
     if stats.host_tier is not None:
         more_gauges, more_counters = _of_host_tier(stats.host_tier)
@@ -225,7 +228,7 @@ def _add_engine(families: dict[str, Metric], names: list[str], label: list[str],
         add(CounterMetricFamily, name, help, value)
     by_position = "spec_decode_num_accepted_tokens_per_pos"
     for position, count in enumerate(drafts.accepted_at):
-        add(CounterMetricFamily, by_position, "Tokens of drafts that were right, by position.", count, str(position))
+        add(CounterMetricFamily, by_position, "Draft tokens that were accepted, by position.", count, str(position))
     steps = HistogramMetricFamily(
         f"{PREFIX}engine_step_seconds", "One step of the engine's loop, with its outputs.", labels=names
     )

@@ -69,7 +69,7 @@ class StartupReport:
         """Report that the server is ready. decided: the result of `decisions`"""
         self.mark("ready", f"after {time.perf_counter() - self._begin:.2f} s in all")
         self._ready = True
-        rows = [*decided, ("browser", f"{url}/ is a playground, {url}/docs the reference of the API")]
+        rows = [*decided, ("browser", f"{url}/ is a playground, {url}/docs the API reference")]
         print("\n" + "\n".join(f"{name:<11}{text}" for name, text in rows))
         print(f"\n{url}\n\n{request.curl(url)}\n", flush=True)
 

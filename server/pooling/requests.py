@@ -25,10 +25,12 @@ class PoolingRequest(StrictModel):
 
     MESSAGE_LISTS: ClassVar[tuple[str, ...]] = ()
 
-    truncate: bool | None = Field(None, description="Cut inputs that are longer than the model's limit, instead of a 400.")
+    truncate: bool | None = Field(
+        None, description="Cut inputs that are longer than the model's limit, instead of refusing them with a 400."
+    )
     user: str | None = Field(None, max_length=512, description="Written to the access log.")
     priority: Priority | None = Field(
-        None, description="Of one API key's requests, those with a lower value are served sooner."
+        None, description="Among one API key's requests, those with a lower value are served sooner."
     )
 
 
@@ -45,18 +47,26 @@ class VllmRequest(PoolingRequest):
 
 class EmbeddingRequest(VllmRequest):
     model: str
-    input: Prompt = Field(description="Texts, or token ids, which are taken as they are.")
-    dimensions: int | None = Field(None, ge=1, description="Keep the first numbers of each vector, with length 1.")
+    input: Prompt = Field(description="Texts, or token ids, which are used unchanged.")
+    dimensions: int | None = Field(
+        None,
+        ge=1,
+        description="Keep only this many values from the start of each vector. Normalised vectors are normalised again.",
+    )
     encoding_format: VectorFormat | None = Field(
         None,
         description=(
-            "base64 is that of float32 numbers, the lowest byte first, and float16 and bfloat16 are base64 of these. int8 and "
-            "uint8 are 255 steps between plus and minus the largest absolute number of a vector, binary and ubinary have 8 "
-            "signs in an integer."
+            "base64, float16 and bfloat16 are base64 of little-endian numbers: float32, float16, bfloat16. int8 and uint8 "
+            "divide the range from minus to plus the largest absolute value of a vector into 255 steps. binary and ubinary "
+            "pack 8 signs into an integer."
         ),
     )
-    prompt_name: str | None = Field(None, max_length=256, description="Name of a prompt of the model, written before texts.")
-    normalize: bool | None = Field(None, description="Whether vectors get length 1; by default as the model has it.")
+    prompt_name: str | None = Field(
+        None, max_length=256, description="Name of one of the model's prompts, which is put before each text."
+    )
+    normalize: bool | None = Field(
+        None, description="Whether vectors are normalised to length 1; by default as the model's files say."
+    )
 
     def inputs(self) -> list[str | list[int]]:
         """The inputs as a list, in whichever of the four forms the client wrote them."""
@@ -80,10 +90,10 @@ class RerankRequest(VllmRequest):
 
     query: NonEmpty
     documents: Documents
-    top_n: int | None = Field(None, ge=1, description="Return the best documents only.")
+    top_n: int | None = Field(None, ge=1, description="Return only this many documents, the best ones.")
     return_documents: bool | None = Field(
         None,
-        description="Add the text of each document; by default on /v1/rerank, as Jina does, and not on /v2/rerank.",
+        description="Return the text of each document. Default: true on /v1/rerank, as in Jina's API, and false on /v2/rerank.",
     )
 
     UNSUPPORTED: ClassVar[Unsupported] = {
@@ -136,8 +146,10 @@ class TeiRequest(PoolingRequest):
 
 
 class TeiInputs(TeiRequest):
-    inputs: Prompt = Field(description="Texts, or token ids, which are taken as they are.")
-    prompt_name: str | None = Field(None, max_length=256, description="Name of a prompt of the model, written before texts.")
+    inputs: Prompt = Field(description="Texts, or token ids, which are used unchanged.")
+    prompt_name: str | None = Field(
+        None, max_length=256, description="Name of one of the model's prompts, which is put before each text."
+    )
 
     def items(self) -> list[str | list[int]]:
         if isinstance(self.inputs, str) or (self.inputs and isinstance(self.inputs[0], int)):
@@ -148,8 +160,8 @@ class TeiInputs(TeiRequest):
 class TeiEmbedRequest(TeiInputs):
     """The body of /embed."""
 
-    normalize: bool | None = Field(None, description="Whether vectors get length 1; true without this field.")
-    dimensions: int | None = Field(None, ge=1, description="Keep the first numbers of each vector.")
+    normalize: bool | None = Field(None, description="Whether vectors are normalised to length 1. Default: true.")
+    dimensions: int | None = Field(None, ge=1, description="Keep only this many values from the start of each vector.")
 
 
 class TeiRerankRequest(TeiRequest):
@@ -157,8 +169,8 @@ class TeiRerankRequest(TeiRequest):
 
     query: NonEmpty
     texts: Texts
-    raw_scores: bool | None = Field(None, description="Logits instead of what the model makes of them.")
-    return_text: bool | None = Field(None, description="Add each text.")
+    raw_scores: bool | None = Field(None, description="Return logits, without applying the model's activation function.")
+    return_text: bool | None = Field(None, description="Return the text with each score.")
 
 
 PredictInput = Annotated[list[str], Field(min_length=1, max_length=2, fail_fast=True)]
@@ -174,7 +186,7 @@ class TeiPredictRequest(TeiRequest):
         ],
         one_error("a string, a list of one or two strings, or a list of such lists"),
     ]
-    raw_scores: bool | None = Field(None, description="Logits instead of probabilities.")
+    raw_scores: bool | None = Field(None, description="Return logits instead of probabilities.")
 
     @property
     def is_batch(self) -> bool:

@@ -89,7 +89,7 @@ class Cluster:
         try:
             ray.init(address=address, log_to_driver=False, logging_level=logging.WARNING, **local)
         except ConnectionError as error:
-            raise ConnectionError(f"no Ray cluster with this RAY_AUTH_TOKEN is at {address}: {error}") from None
+            raise ConnectionError(f"cannot connect to a Ray cluster at {address} with this RAY_AUTH_TOKEN: {error}") from None
         self._owns_ray = True
 
     def deploy(self, config: EngineConfig) -> DeploymentHandle[Any]:
@@ -104,8 +104,8 @@ class Cluster:
             running, _ = handle.describe.remote().result()
             if running != config:
                 raise ValueError(
-                    f"the cluster already has replicas with other settings. Start with the settings of these, or in another "
-                    f"cluster. It has {running}; asked for was {config}"
+                    f"the cluster already runs replicas with other settings. Use their settings or another cluster. "
+                    f"Running: {running}; requested: {config}"
                 )
             return handle
         settings = self._deployment_options(config)
@@ -150,16 +150,21 @@ class Cluster:
         room = room_for(needs, nodes)
         wanted = self._options.replicas
         gpus = needs.get("num_gpus", 0)
-        each = f"{needs['num_cpus']:g} processors" + (f" and {gpus} GPUs" if gpus else "") + " of one machine"
+        each = f"{needs['num_cpus']:g} processors" + (f" and {gpus} GPUs" if gpus else "") + " on one machine"
         if self._options.address is None and room < wanted:
             raise ValueError(
-                f"this machine has room for {room} of {wanted} replicas, each of which takes {each}. Lower --replicas"
+                f"this machine has room for {room} of {wanted} replicas, each of which needs {each}. Lower --replicas"
                 + ("" if gpus else " or --replica-cpus")
             )
         if room < wanted:
-            log.warning("the cluster has room for %d of %d replicas, each of which takes %s: waiting", room, wanted, each)
+            log.warning(
+                "the cluster has room for %d of %d replicas, each of which needs %s: waiting for more machines",
+                room,
+                wanted,
+                each,
+            )
         if device == "auto" and not gpus and self._options.address is not None:
-            log.warning("the engines use no GPU. If machines with GPUs are still to join the cluster, give --device cuda")
+            log.warning("the engines use no GPU. If machines with GPUs will join the cluster later, set --device cuda")
 
     def _status_message(self) -> str:
         """Ray's message about the deployment: the error of the replica that was started last."""

@@ -72,7 +72,7 @@ class EngineReplica:
 
     async def _end_with_engine(self) -> None:
         """End this process when its engine has ended. Ray notices that at once, but a failed health check only later."""
-        log.error("this replica ends: %s", await self._engine.ended())
+        log.error("this replica is stopping: %s", await self._engine.ended())
         await asyncio.sleep(FAREWELL_SECONDS)
         os._exit(1)
 
@@ -90,7 +90,7 @@ class EngineReplica:
         request that arrives while the engine dies, before this process knows about it, is not lost.
         """
         if not self._engine.is_alive:
-            return EngineDeadError("the engine has ended: its replica ends, too")
+            return EngineDeadError("the engine has stopped, so its replica is stopping, too")
         channel = self._channels.setdefault(front.name, OutputChannel())
         task = asyncio.current_task()
         assert task is not None

@@ -44,7 +44,7 @@ LOOK_SECONDS = 1.0
 SILENT_LOOKS = 10
 """After this many looks without a sign of life, a replica's requests are ended. It gets new ones once it is heard again."""
 HANG_UP_SECONDS = 1.0
-REPLICA_LOST = "the replica that computed the request has ended"
+REPLICA_LOST = "the replica that computed the request has stopped"
 AGAIN_SECONDS = 0.1
 """If a replica refuses a request because its engine has ended, the request is sent again after this time."""
 LATE_SECONDS = 5.0
@@ -117,10 +117,10 @@ class ReplicaWorker:
         Raises ParameterError for a control or an adapter to load: these would have to succeed in all replicas or in none.
         """
         if isinstance(command, Control):
-            rule = f"be one engine for {command.name}, which is not built for several replicas"
+            rule = f"not be used with {command.name}, which needs a single engine (fa-serve serve)"
             raise ParameterError("replicas", rule, "ray")
         if isinstance(command, LoadAdapter):
-            rule = "be given at the start (--lora) with several replicas, which load adapters by themselves"
+            rule = "be given at the start (--lora): with several replicas, no adapter can be loaded later"
             raise ParameterError("lora_name", rule, command.name)
         name = command.request_id
         if isinstance(command, Add | Encode):
@@ -150,10 +150,10 @@ class ReplicaWorker:
             response.cancel()
             raise
         except (RayActorError, asyncio.TimeoutError) as error:
-            log.error("the replica of %s has ended: %s", name, type(error).__name__)
+            log.error("the replica that computed %s has stopped: %s", name, type(error).__name__)
             self._end(name, request, "error", RequestError("replica_lost", REPLICA_LOST))
         except Exception as error:
-            log.exception("the replica of %s has failed", name)
+            log.exception("the replica that computed %s has failed", name)
             self._end(name, request, "error", RequestError("step_failed", f"{type(error).__name__}: {error}"))
 
     def _stop(self, name: str, reason: FinishReason, error: RequestError | None = None) -> None:
@@ -184,7 +184,7 @@ class ReplicaWorker:
                 if gains.outputs:
                     self._on_outputs(StepOutputs(None, gains.outputs))
         except Exception as error:
-            log.error("the replica %s has ended: %s", replica, type(error).__name__)
+            log.error("the replica %s has stopped: %s", replica, type(error).__name__)
             self._lose(replica)
         finally:
             response.cancel()
@@ -241,7 +241,7 @@ class ReplicaWorker:
         for replica, listener in self._listeners.items():
             listener.silent_looks += 1
             if listener.silent_looks == SILENT_LOOKS:
-                log.error("the replica %s gives no sign of life", replica)
+                log.error("the replica %s does not respond, so its requests are ended", replica)
                 self._lose(replica)
                 listener.task.cancel()
 

@@ -313,7 +313,9 @@ def test_what_is_not_built_is_refused(make, make_engine, tmp_path: Path) -> None
         make_engine(num_states=8)
     with pytest.raises(ParameterError, match=r"num_states must be at most \d+: a state takes .* MiB in all layers, 100000"):
         make("lfm2", num_states=10**11)
-    refusal = r"cannot be divided between 2 ranks: model.layers.0.mamba \(ZambaMambaMixer\) keeps a state in a form that is not"
+    refusal = (
+        r"cannot be divided between 2 ranks: model.layers.0.mamba \(ZambaMambaMixer\) keeps its state in a form that cannot be"
+    )
     with pytest.raises(UnsupportedModelError, match=refusal):
         plan_division(model_of("zamba"), 2)
 

@@ -88,7 +88,7 @@ def test_1500_idle_connections_lock_out_nobody(start_fortress):
     with fortress.under_attack("idle connections"), attacks.Silent(fortress.address, idle, b""):
         time.sleep(2)
         assert fortress.metric("connections_refused_total", 'reason="gave_way"') >= idle - 256
-    assert fortress.log.read_text().count("connections are taken") == 1
+    assert fortress.log.read_text().count("connections are in use") == 1
 
 
 def test_a_body_that_dribbles_ends_at_its_deadline(start_fortress):

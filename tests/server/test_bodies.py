@@ -162,7 +162,9 @@ def test_a_post_that_would_have_no_bounds_ends_the_start(serving, monkeypatch, p
 
     monkeypatch.setattr(routes.router, "routes", [*routes.router.routes])
     routes.router.add_api_route(path, bare if path == "/bare" else named, methods=["POST"])
-    with pytest.raises(TypeError, match=f"the endpoint of POST {path} must take body, which is a pydantic model, and request"):
+    with pytest.raises(
+        TypeError, match=f"the endpoint of POST {path} must have exactly the parameters body [(]a pydantic model[)] and request"
+    ):
         create_app(None, Settings())
 
 

@@ -17,7 +17,7 @@ PROMPT: dict[str, Any] = {"model": "fake", "prompt": "Hi"}
 BODIES = {"/v1/chat/completions": CHAT, "/v1/responses": RESPONSE, "/v1/messages": MESSAGE, "/v1/completions": PROMPT}
 CHAT_PARTS = "'text' or 'image_url'"
 ITEM_PARTS = "'input_text' or 'output_text' or 'input_image'"
-NO_OTHERS = "this server takes texts and images, so leave out audio, video and files, which are not built yet."
+NO_OTHERS = "this server takes only text and images; leave out audio, video and files, which it does not support yet."
 
 
 async def refusal(client, path: str, **request: Any) -> tuple[int, str, str | None, str | None]:
@@ -71,19 +71,19 @@ async def test_an_image_where_texts_alone_may_be_says_where_images_may_be(servin
         status, message, _, _ = await refusal(client, "/v1/messages", json=body)
         assert (status, message) == (
             400,
-            "system[0].type must be 'text', got 'image': this field takes texts alone; images may be in messages of the user "
-            "and in results of tools.",
+            "system[0].type must be 'text', got 'image': this field takes only text; images may be in user messages and tool "
+            "results.",
         )
         for role, rule in (("system", "roles user and tool"), ("assistant", "roles user and tool")):
             parts = [{"type": "image_url", "image_url": {"url": "https://example.org"}}]
             body = CHAT | {"messages": [{"role": role, "content": parts}]}
             status, message, param, _ = await refusal(client, "/v1/chat/completions", json=body)
             assert (status, param) == (400, "messages[0].content")
-            assert message == f"messages[0].content may have images in messages of the {rule} only, got the role {role!r}."
+            assert message == f"messages[0].content may have images only in messages of the {rule}, got the role {role!r}."
             item = {"role": role, "content": [{"type": "input_image", "image_url": "https://example.org"}]}
             status, message, param, _ = await refusal(client, "/v1/responses", json=RESPONSE | {"input": [item]})
             assert (status, param) == (400, "input[0].content")
-            assert message == f"input[0].content may have images in messages of the user only, got the role {role!r}."
+            assert message == f"input[0].content may have images only in user messages, got the role {role!r}."
 
 
 @pytest.mark.parametrize("role", ["user", "system", "assistant"])
@@ -259,7 +259,7 @@ async def test_an_echo_of_an_id_without_a_text_names_the_prompt(serving, engine,
             status, message, param, code = await refusal(client, "/v1/completions", json=body)
             assert (status, param, code) == (400, "prompt", "invalid_value")
             assert message == (
-                f"With echo, prompt must hold token ids that have a text, which are those from 0 to {known - 1}, got {known}. "
+                f"With echo, prompt must hold only token ids that have a text, from 0 to {known - 1}, got {known}. "
                 "Leave out echo or the id."
             )
             assert (await client.post("/v1/completions", json=body | {"echo": False})).status_code == 200
@@ -271,7 +271,7 @@ BROKEN = {
     "syntax": ("{% for message in messages %}{{ message.content }}", "Unexpected end of template"),
     "attribute": ("{{ messages[0].text.upper() }}", "has no attribute"),
     "raises": ("{{ raise_exception('never') }}", "never"),
-    "nothing": ("{% if messages is none %}x{% endif %}", "it makes nothing of a message that says Xylophone"),
+    "nothing": ("{% if messages is none %}x{% endif %}", "it writes nothing for a message that says Xylophone"),
 }
 
 
@@ -282,7 +282,7 @@ async def test_the_models_own_broken_template_is_not_the_clients_fault(serving, 
     engine.tokenizer.chat_template = template
     with caplog.at_level(logging.WARNING):
         async with serving() as client:
-            assert "the model's chat template must accept a message of the user" in caplog.text
+            assert "the model's chat template must accept a user message" in caplog.text
             assert "chats are refused until --chat-template replaces it" in caplog.text
             assert reason in caplog.text
             assert not client.service.tokenization.writes_chats
@@ -291,7 +291,7 @@ async def test_the_models_own_broken_template_is_not_the_clients_fault(serving, 
                 status, message, param, code = await refusal(client, path, json=body)
                 assert (status, param) == (501, None), path
                 assert code in ("broken_chat_template", None)
-                assert message.startswith("This model's chat template is broken: it must accept a message of the user (")
+                assert message.startswith("This model's chat template is broken: it must accept a user message (")
                 assert reason in message
                 assert message.endswith("The operator can replace it with --chat-template. /v1/completions needs no template.")
             assert (await client.post("/v1/completions", json=PROMPT)).status_code == 200

@@ -93,7 +93,7 @@ async def test_a_trainer_meets_the_engine_and_announces_weights(serving, told):
 @pytest.mark.parametrize(
     ("change", "told_back"),
     [
-        ({"names": ["a", "b"]}, "names must be as many as dtype_names and shapes"),
+        ({"names": ["a", "b"]}, "names must have as many entries as dtype_names and shapes"),
         ({"names": [], "dtype_names": [], "shapes": []}, "names must have at least 1 item"),
         ({"dtype_names": ["int8"]}, "dtype_names"),
         ({"packed": True}, "packed"),
@@ -198,8 +198,8 @@ async def test_without_a_key_nobody_may_tell(serving, told):
 async def test_what_cannot_be_told_is_refused(serving, engine, told):
     async with serving(admin_key="operator") as client:
         for body, word in (
-            ({}, "weight_dir must be given, or shared_memory, or update_info"),
-            ({"weight_dir": "/x", "shared_memory": {"name": "s", "tensors": []}}, "and only one of them"),
+            ({}, "weight_dir must be given, or else shared_memory or update_info"),
+            ({"weight_dir": "/x", "shared_memory": {"name": "s", "tensors": []}}, "and only one of the three"),
             ({"weight_dir": "/x", "update_infos": {}}, "Unknown or unsupported field: update_infos"),
             ({"shared_memory": {"name": "s", "tensors": [PLACE | {"dtype": "int8"}]}}, "dtype"),
         ):

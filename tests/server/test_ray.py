@@ -220,7 +220,7 @@ def _four_streams(server: ServerProcess) -> Iterator[tuple[list[list[str]], list
 
 
 LOST = {
-    "message": "The request was cut off: its replica has ended.",
+    "message": "The request was cut off: its replica has stopped.",
     "type": "service_unavailable_error",
     "param": None,
     "code": "service_unavailable",

@@ -27,7 +27,7 @@ def test_a_broken_chat_template_is_told_before_the_model_is_loaded(tmp_path: Pat
     """Before: when the weights had been loaded."""
     file = tmp_path / "template.jinja"
     file.write_text(text)
-    with pytest.raises(ValueError, match=r"^chat_template must be a template of Jinja, got ") as refused:
+    with pytest.raises(ValueError, match=r"^chat_template must be a valid Jinja template, got ") as refused:
         require_setting_files(load({"chat_template": file}), with_engine=False)
     assert f"{file}, {said}" in str(refused.value)
 

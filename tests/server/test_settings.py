@@ -54,7 +54,7 @@ def test_a_file_of_keys_must_hold_one(tmp_path):
 def test_the_administrators_key_is_no_key_of_a_client(tmp_path, monkeypatch):
     (tmp_path / "keys").write_text("one\ntwo\n")
     monkeypatch.setenv("FA_SERVE_ADMIN_KEY", "two")
-    with pytest.raises(ValueError, match=r"^admin_key must be none of the API keys, whose holders could load adapters"):
+    with pytest.raises(ValueError, match=r"^admin_key must not be one of the API keys: their holders could then load adapters"):
         _ = load({"api_key_file": tmp_path / "keys"}).all_keys
     monkeypatch.setenv("FA_SERVE_ADMIN_KEY", "three")
     assert load({"api_key_file": tmp_path / "keys"}).all_keys == ("one", "two")
@@ -66,6 +66,7 @@ def test_the_administrators_key_is_no_key_of_a_client(tmp_path, monkeypatch):
         ("request_timeout", "10m", "must be a number of seconds, got '10m'"),
         ("max_model_len", "4k", "must be an integer, got '4k'"),
         ("target_itl", "5ms", "must be a number, got '5ms'"),
+        ("log_slow", "1s", "must be a number, got '1s'"),
     ],
 )
 def test_numbers_with_a_unit_are_told_which_one_is_meant(name, value, rule):
@@ -136,8 +137,8 @@ def test_a_list_of_nothing_but_commas_is_refused(name, value):
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
-        ("fa-serve.toml", "prot = 1", "prot is no setting: did you mean port\\?"),
-        ("fa-serve.yaml", "prot: 1", "prot is no setting: did you mean port\\?"),
+        ("fa-serve.toml", "prot = 1", "prot is not a setting: did you mean port\\?"),
+        ("fa-serve.yaml", "prot: 1", "prot is not a setting: did you mean port\\?"),
         ("fa-serve.toml", "port =", "fa-serve.toml must be a table of settings"),
         ("fa-serve.yml", "- port", "fa-serve.yml must be a table of settings"),
     ],

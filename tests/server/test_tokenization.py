@@ -132,7 +132,7 @@ async def test_a_template_that_makes_half_of_a_surrogate_pair_is_refused(serving
         ("{% for message in messages %}{{ message.content }}", "is not valid|Unexpected end of template"),
         ("{{ messages[0].text.upper() }}", "has no attribute"),
         ("{{ raise_exception('never') }}", "never"),
-        ("{% if messages is none %}x{% endif %}", "makes nothing"),
+        ("{% if messages is none %}x{% endif %}", "writes nothing"),
     ],
     ids=["syntax", "a field that is not there", "refuses everything", "ignores the message"],
 )
@@ -201,7 +201,7 @@ async def test_the_texts_of_a_request_have_a_bounded_number_of_tokens(serving, e
     async with serving() as client:
         one, all_ = [await client.post("/v1/completions", json=TEXT | {"prompt": ["a b c " * 8] * n}) for n in (1, 12)]
     assert (one.status_code, all_.status_code, all_.json()["error"]["param"]) == (200, 400, "prompt")
-    assert "at most 100 tokens together" in all_.json()["error"]["message"]
+    assert "at most 100 tokens in total" in all_.json()["error"]["message"]
 
 
 BIG = "x" * 70_000

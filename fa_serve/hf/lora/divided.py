@@ -45,7 +45,7 @@ def part_of_low_rank(name: str, low: LowRank, module: nn.Module) -> LowRank:
             magnitude=None if low.magnitude is None else part.kept(low.magnitude, 0),
         )
     if low.magnitude is not None:
-        rule = f"be false with tensor_parallel above 1 for an adapter of {name[:128]}, no row of which is whole on a rank"
+        rule = f"be false with tensor_parallel above 1: no rank has whole rows of {name[:128]}, whose norms DoRA needs"
         raise ParameterError("use_dora", rule, True)
     # other ranks keep a bias of zeros, so that the adapter has the same number of pages on every rank
     bias = low.bias if low.bias is None or part.rank == 0 else low.bias.new_zeros(low.bias.shape)

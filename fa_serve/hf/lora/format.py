@@ -337,7 +337,7 @@ def _check_header(path: Path, max_bytes: int) -> None:
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
     if size < 8 or length > min(MAX_HEADER_BYTES, size - 8):
-        rule = f"have a header of at most {MAX_HEADER_BYTES} bytes, which is part of its {size} bytes"
+        rule = f"have a header of at most {MAX_HEADER_BYTES} bytes that fits into the file's {size} bytes"
         raise ParameterError(WEIGHTS_FILE, rule, length)
 
 
@@ -349,12 +349,14 @@ def _read_tensors(path: Path) -> dict[tuple[str, str], Tensor]:
             slices = [file.get_slice(name) for name in names]
             forms = [(each.get_dtype(), each.get_shape()) for each in slices]
     except SafetensorError as error:
-        raise ParameterError(WEIGHTS_FILE, "be a file of safetensors", str(error)[:128]) from None
+        raise ParameterError(WEIGHTS_FILE, "be a safetensors file", str(error)[:128]) from None
     found = {}
     for name, (dtype, _) in zip(names, forms, strict=True):
         match = _TENSOR.fullmatch(name)
         if match is None:
-            raise ParameterError("tensor", f"be named as peft names those of LoRA, {PREFIX}MODULE.lora_A.weight", _shown(name))
+            raise ParameterError(
+                "tensor", f"have a name that peft gives to tensors of LoRA, such as {PREFIX}MODULE.lora_A.weight", _shown(name)
+            )
         if dtype not in DTYPES:
             raise ParameterError(_shown(name), f"have one of the dtypes {', '.join(DTYPES)}", dtype)
         found[match["module"], match["kind"]] = name
@@ -375,7 +377,7 @@ def _map_tensors(path: Path, forms: Sequence[tuple[str, Sequence[int]]]) -> Iter
     size = path.stat().st_size
     begin = size - sum(lengths)
     if begin < 8:
-        raise ParameterError(WEIGHTS_FILE, "be a file that nobody changes while it is read: try again", f"{size} bytes")
+        raise ParameterError(WEIGHTS_FILE, "not change while it is read: try again", f"{size} bytes")
     data = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
     for (dtype, shape), length in zip(forms, lengths, strict=True):
         own = data[begin : begin + length]
@@ -409,7 +411,7 @@ def _assemble(config: AdapterConfig, tensors: Mapping[tuple[str, str], Tensor]) 
         for kind in [each for each in _WHOLE if each in given][:1]:
             saved[module] = given.pop(kind)
             if saved[module].dim() != 2:
-                rule = "be a matrix, because modules_to_save may name the embedding and the head alone"
+                rule = "be a matrix, because modules_to_save may name only the embedding and the head"
                 raise ParameterError(_shown(f"{module}.{kind}"), rule, list(saved[module].shape))
         if not given:
             continue

@@ -81,7 +81,7 @@ class LoraMemory:
         if self.num_pages < self.pages_per_adapter:
             least = self.pages_per_adapter * self.bytes_per_page
             raise ParameterError(
-                "lora_bytes", f"be at least {least}, which one adapter of max_lora_rank {max_rank} takes", budget
+                "lora_bytes", f"be at least {least}, the size of one adapter of max_lora_rank {max_rank}", budget
             )
         self.num_slots = min(self.num_pages, MAX_SLOTS)
         self._memory = torch.zeros(self.num_pages, self._elements, dtype=self.dtype, device=self.device)
@@ -106,7 +106,7 @@ class LoraMemory:
                 del module.forward
         self.sites = list(_attach(model, self.holder))
         if [site.names for site in self.sites] != [*known]:
-            raise RuntimeError("other layers are fused than before, so the adapters in memory are of no use")
+            raise RuntimeError("the set of fused layers has changed, so the adapters in memory cannot be used")
         for site in self.sites:
             site.weights = known[site.names]
         self._parts = {name: (site, part) for site in self.sites for part, name in enumerate(site.names)}
@@ -186,13 +186,16 @@ class LoraMemory:
     def _part(self, name: str, low: LowRank) -> LowRank:
         """Check the matrices of a linear layer and return this rank's part of them."""
         if name in self._uncalled:
-            rule = "have no adapter, because the model's own code multiplies its weights itself: leave it out of target_modules"
+            rule = (
+                "have no adapter, because the model's own code uses this layer's weight without calling the layer: leave it "
+                "out of target_modules"
+            )
             raise ParameterError(name, rule, f"rank {low.rank}")
         if name not in self._modules:
             rule = "be a layer of the model: the adapter may have been trained for another one"
             raise ParameterError(name[:128], rule, "no layer of this name")
         if name not in self._parts:
-            rule = "be a linear layer of the model that fa_serve computes by itself, as routers and towers of images are not"
+            rule = "be a linear layer that fa_serve computes itself; routers and image towers are not"
             raise ParameterError(name[:128], rule, f"rank {low.rank}")
         site, part = self._parts[name]
         expected = whole_sizes(site.modules[part], site.widths[part], site.k)
@@ -239,7 +242,7 @@ class LoraMemory:
         own = x.detach().to("cpu", self.dtype)
         if (computed or x.dtype != self.dtype) and not is_finite(own):
             name = str(self.dtype)[6:]
-            raise ParameterError("adapter", f"have numbers that {name} holds, the dtype of the model", "infinities")
+            raise ParameterError("adapter", f"have values that fit the model's dtype, {name}", "infinities")
         return own
 
 

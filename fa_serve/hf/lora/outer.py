@@ -112,7 +112,7 @@ class OuterModules:
             OuterPart(self._saved(adapter, self._head, head_name), self._low(adapter.modules, head_name, (0, 1))),
         )
         if unknown := [name for name in (*adapter.saved, *adapter.embeddings) if name not in self.names]:
-            rule = f"be modules of {' and '.join(self.names)} for embeddings and whole weights"
+            rule = f"name only {' and '.join(self.names)}: other modules can have no whole weights and no embedding adapters"
             raise ParameterError("modules_to_save", rule, unknown[0][:128])
         if parts.head.low is not None and parts.head.low.magnitude is not None:
             raise ParameterError("use_dora", f"be false for an adapter of {head_name}", True)

@@ -137,7 +137,7 @@ class ParameterModules:
             if divided is not None:
                 width = divided.whole
             return {"gate_up_proj": (count, 2 * width, hidden), "down_proj": (count, hidden, width)}
-        raise ParameterError("target_parameters", "name experts of floats or fused routers of the model", name[:128])
+        raise ParameterError("target_parameters", "name only unquantised experts and fused routers of the model", name[:128])
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,9 @@ def seat_latent_keys(layers: Iterable[nn.Module]) -> None:
         if kind not in reasons:
             reasons[kind] = _reason_against(attention)
             if reasons[kind]:
-                log.warning("%s caches keys and values of all heads: %s", type(attention).__name__, reasons[kind])
+                log.warning(
+                    "%s caches the keys and values of all heads, not latent keys: %s", type(attention).__name__, reasons[kind]
+                )
         if not reasons[kind]:
             attention.expand_kv = LatentKeys(attention, _sizes_of(attention))
 
@@ -67,7 +69,7 @@ def _reason_against(attention: Any) -> str:
     if type(up) is not nn.Linear or "forward" in vars(up) or up.bias is not None or not up.weight.is_floating_point():
         return "the projection of latent vectors must be a plain matrix without bias"
     if min(_sizes_of(attention)) < 1:
-        return f"the parts of its latent keys must be positive, got {_sizes_of(attention)}"
+        return f"the parts of its latent keys must have positive sizes, got {_sizes_of(attention)}"
     return _difference(LatentKeys(float32_copy(attention), _sizes_of(attention)))
 
 

@@ -123,7 +123,7 @@ def _prove(module: nn.Module, inputs: LayerInputs) -> frozenset[str]:
     for linear in linears:
         linear.register_forward_pre_hook(lambda linear, _: called.add(linear))
     if not all(results_agree(_run(seated, wide, x, None), wanted) for x, wanted in zip(hidden, expected, strict=True)):
-        raise NotReplacedError("whole sequences would change")
+        raise NotReplacedError("the results for whole sequences would change")
     probe = StateProbe()
     _run(seated, wide, hidden[0][:1], probe)
     tensors = {key: _unwritten(spec, hidden[0].device) for key, spec in probe.found.items()}
@@ -132,7 +132,7 @@ def _prove(module: nn.Module, inputs: LayerInputs) -> frozenset[str]:
         actual = _run(seated, wide, torch.cat(rows), PagedStates(tensors, _state_batch(step, hidden[0].device)))
         for part, wanted, out in zip(step, expected, torch.split(actual, [len(x) for x in rows]), strict=True):
             if not results_agree(out[: part.wrong - part.first], wanted[part.first : part.wrong]):
-                raise NotReplacedError(f"its linear attention would change (step {number + 1} of {len(STEPS)})")
+                raise NotReplacedError(f"the results of its linear attention would change (step {number + 1} of {len(STEPS)})")
     return frozenset(name for linear, name in linears.items() if linear not in called)
 
 

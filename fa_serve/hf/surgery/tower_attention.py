@@ -46,7 +46,7 @@ class _Angles:
                 return False  # all angles are zero, as for a single patch, so they show nothing
             self.are_halves = all(torch.equal(x[:, :half], x[:, half:]) for x in (cos, sin))
             if not self.are_halves:
-                log.info("attention of the tower stays as it is: the halves of its angles differ")
+                log.info("attention of the tower is not replaced: the two halves of its rotary angles differ")
         return self.are_halves
 
 
@@ -76,7 +76,7 @@ def prove_attention(module: nn.Module) -> Callable[[Any], Callable[..., Any]]:
             expected = own(x, **given)
             found = PackedAttention(own, _Angles(True))(x, **given)
         if not isinstance(expected, Tensor) or not results_agree(found, expected):
-            raise NotReplacedError("it is another attention than that to packed images")
+            raise NotReplacedError("its result differs from attention over packed images")
     angles_of_kind = _Angles()
     return lambda each: PackedAttention(each, angles_of_kind)
 

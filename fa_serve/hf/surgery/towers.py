@@ -47,7 +47,7 @@ def quicken_tower(model: nn.Module, beside: nn.Module | None = None) -> int:
     """
 
     def refuse(module: nn.Module, reason: str) -> None:
-        log.info("a %s of the tower stays as it is: %s", type(module).__name__, reason)
+        log.info("a %s of the tower is not replaced: %s", type(module).__name__, reason)
 
     left_out = set() if beside is None else {*beside.modules()}
     modules = [module for module in model.modules() if module not in left_out and "forward" not in vars(module)]
@@ -105,7 +105,7 @@ def _prove_mlp(module: Any) -> Callable[[Any], Callable[[Tensor], Tensor]]:
     with torch.no_grad():
         padded = PaddedMlp(float32_copy(module, torch.device("cpu")), activation)
         if not functions_agree(own, padded, x):
-            raise NotReplacedError("it is no gated MLP")
+            raise NotReplacedError("it is not a gated MLP")
     return lambda each: PaddedMlp(each, activation)
 
 
@@ -173,7 +173,7 @@ def _prove_norm(module: nn.Module) -> Callable[[Any], Callable[[Tensor], Tensor]
     x = torch.randn(5, len(norm.weight), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         if not functions_agree(own, partial(_normalise, own, norm.eps, norm.offset), x):
-            raise NotReplacedError("it is no RMS norm")
+            raise NotReplacedError("it is not an RMS norm")
     return lambda each: partial(_normalise, each, norm.eps, norm.offset)
 
 

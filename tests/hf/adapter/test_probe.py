@@ -86,8 +86,6 @@ def test_layers_whose_prompts_have_float8_products() -> None:
         hf.check_attention_precision([cached[0], wide], 16, "qk8")
         told = "hopper supports head sizes 64 and 128 with precision 'fp8', got 256"
         with pytest.raises(ParameterError, match=told) as error:
-            ParameterError, match="hopper supports head sizes 64 and 128 with precision 'fp8', got 256"
-        ) as error:
             hf.check_attention_precision([cached[0], wide], 16, "fp8")
         assert error.value.field == "attention_precision"
         with pytest.raises(ParameterError, match=r"got compute capability 8\.0"):

@@ -95,7 +95,7 @@ def test_what_does_not_fit_is_refused(modules, field) -> None:
             {"h.0.attn.c_attn": low(4)},
             "be a layer of the model: the adapter may have been trained for another one",
         ),
-        ({"model.norm": low(4)}, "be a linear layer of the model"),
+        ({"model.norm": low(4)}, "be a linear layer that fa_serve computes itself"),
     ],
 )
 def test_an_adapter_of_another_model_is_told_as_one(modules, told) -> None:
@@ -129,7 +129,7 @@ def test_factors_of_dora_that_are_no_numbers_are_refused() -> None:
         site.modules[part].weight[3] = 0.0
     first = low(4, magnitude=torch.ones(64))
     first.b[3] = 0.0
-    with pytest.raises(ParameterError, match="have numbers that float32 holds"):
+    with pytest.raises(ParameterError, match="have values that fit the model's dtype, float32"):
         memory.pack(LoraAdapter({Q: first}))
 
 

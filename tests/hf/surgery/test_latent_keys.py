@@ -61,5 +61,7 @@ def test_other_layers_keep_their_code(change: Any, reason: str, caplog: pytest.L
     with caplog.at_level(logging.WARNING, "fa_serve.hf"):
         seat_latent_keys(found)
     assert [isinstance(vars(layer.self_attn).get("expand_kv"), LatentKeys) for layer in found] == [True, False, True]
-    assert "DeepseekV32Attention caches keys and values" in caplog.text or "Scaled caches keys and values" in caplog.text
+    assert (
+        "DeepseekV32Attention caches the keys and values" in caplog.text or "Scaled caches the keys and values" in caplog.text
+    )
     assert reason in caplog.text

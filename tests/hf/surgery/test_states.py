@@ -78,7 +78,9 @@ def test_a_module_that_computes_something_else_is_refused() -> None:
     model.set_attn_implementation("fa_serve")
     layer: Any = model.model.layers[0]
     layer.conv = Doubled(layer.conv)
-    with pytest.raises(UnsupportedModelError, match=r"Lfm2ForCausalLM keeps states that cannot be paged \(Doubled: its linear"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"Lfm2ForCausalLM keeps states that cannot be paged \(Doubled: the results of its linear"
+    ):
         seat_states(model)
     assert "forward" not in vars(layer.conv)
 

@@ -61,7 +61,7 @@ async def test_a_lost_replica_is_no_failure_of_the_server(serving, engine, confo
         response = await client.post("/v1/completions", json=TEXT)
     conforms("ErrorResponse", response.json())
     assert (response.status_code, response.headers["retry-after"]) == (503, "5")
-    assert response.json()["error"]["message"] == "The request was cut off: its replica has ended."
+    assert response.json()["error"]["message"] == "The request was cut off: its replica has stopped."
 
 
 @BOTH

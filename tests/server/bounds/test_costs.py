@@ -176,7 +176,7 @@ async def test_many_requests_that_wait_are_refused():
     spend_all(costs, "attacker", 1.0)
     tasks = [asyncio.create_task(costs.take_turn(costs.open("attacker"), stays)) for _ in range(MAX_WAITING)]
     await asyncio.sleep(0)
-    with pytest.raises(TooManyRequests, match=f"{MAX_WAITING} requests of this client wait already"):
+    with pytest.raises(TooManyRequests, match=f"This client already has {MAX_WAITING} waiting requests"):
         await costs.take_turn(costs.open("attacker"), stays)
     await costs.take_turn(costs.open("other"), stays)
     for task in tasks:

@@ -99,7 +99,7 @@ def test_texts_of_json_count_together():
     total = JsonTotal(bounds, "the arguments")
     for _ in range(13):
         total.add(code)
-    with pytest.raises(TooLarge, match="The arguments must have at most 40 objects, lists and texts") as error:
+    with pytest.raises(TooLarge, match="The arguments must have at most 40 objects, lists and strings") as error:
         total.add(code)
     assert (error.value.status, error.value.code) == (413, "too_many_values")
     numbers = JsonTotal(bounds, "the arguments")

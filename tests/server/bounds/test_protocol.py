@@ -220,7 +220,7 @@ async def test_idle_connections_give_way(listening, caplog):
             with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
                 await asyncio.wait_for(silent[number][0].readexactly(1), 2)
         assert connect.refused("gave_way") == 2
-    assert sum("all 3 connections are taken" in record.getMessage() for record in caplog.records) == 1
+    assert sum("all 3 connections are in use" in record.getMessage() for record in caplog.records) == 1
 
 
 async def test_a_connection_beyond_the_busy_ones_gets_a_503(listening, engine):

@@ -104,18 +104,18 @@ PICTURE = [{"type": "image_url", "image_url": {"url": "https://example.org"}}]
 MESSAGES = {
     "image-of-an-assistant": (
         {"role": "assistant", "content": PICTURE},
-        "content may have images in messages of the roles user and tool only, got the role 'assistant'",
+        "content may have images only in messages of the roles user and tool, got the role 'assistant'",
     ),
     "image-of-the-system": (
         {"role": "developer", "content": PICTURE},
-        "content may have images in messages of the roles user and tool only, got the role 'developer'",
+        "content may have images only in messages of the roles user and tool, got the role 'developer'",
     ),
     "no-content": ({"role": "user"}, "content must be given"),
     "no-content-of-an-assistant": ({"role": "assistant", "tool_calls": []}, "content must be given"),
-    "calls-of-a-user": (USER | {"tool_calls": [CALL]}, "tool_calls is only allowed in messages of the assistant"),
+    "calls-of-a-user": (USER | {"tool_calls": [CALL]}, "tool_calls is only allowed in assistant messages"),
     "thoughts-of-a-user": (
         USER | {"reasoning_content": "Hm"},
-        "reasoning_content is only allowed in messages of the assistant",
+        "reasoning_content is only allowed in assistant messages",
     ),
     "tool-without-id": ({"role": "tool", "content": "3"}, "tool_call_id must be given with the role tool"),
     "id-without-tool": (USER | {"tool_call_id": "1"}, "tool_call_id must be given with the role tool, and with no other role"),

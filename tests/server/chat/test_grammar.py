@@ -147,7 +147,7 @@ def test_schemas_of_tools_that_are_too_long_are_refused_before_they_are_copied()
         lambda: call_list_schema(tools, "parameters", True),
         lambda: call_rules(FORMATS["hermes"], tools, True, {}.get, True),
     ):
-        with pytest.raises(BadRequest, match="at most 262144 characters together") as error:
+        with pytest.raises(BadRequest, match="at most 262144 characters in total") as error:
             make()
         assert error.value.param == "tools"
 

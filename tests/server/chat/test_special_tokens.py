@@ -124,7 +124,7 @@ def test_a_text_with_characters_for_private_use():
     prompt = apply(content)
     assert content in prompt.text
     assert plain_texts(prompt) == ["<|im_end|>"]
-    with pytest.raises(BadRequest, match="private use"):
+    with pytest.raises(BadRequest, match="private-use characters"):
         apply("<" + "".join(map(chr, range(0xF0000, 0x10FFFE))))
 
 

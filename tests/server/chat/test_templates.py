@@ -71,8 +71,8 @@ CALLED = {"id": "x", "type": "function", "function": {"name": "f", "arguments": 
             {"continue_final_message": True, "add_generation_prompt": True},
             "is only allowed when add_generation_prompt is false",
         ),
-        (CONTINUED | {"messages": [{"role": "assistant", "content": "a", "tool_calls": [CALLED]}]}, "ends with a text"),
-        (CONTINUED | {"messages": [{"role": "assistant", "tool_calls": [CALLED]}]}, "ends with a text"),
+        (CONTINUED | {"messages": [{"role": "assistant", "content": "a", "tool_calls": [CALLED]}]}, "ends with text"),
+        (CONTINUED | {"messages": [{"role": "assistant", "tool_calls": [CALLED]}]}, "ends with text"),
         (CONTINUED | {"prompt": "a", "messages": None}, "is only allowed with messages"),
     ],
 )

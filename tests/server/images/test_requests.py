@@ -121,7 +121,7 @@ async def test_a_processor_that_the_process_cannot_load(serving, expected, monke
     async with serving() as client:
         [choice] = (await client.post("/v1/chat/completions", json=chat(image_part(0), TEXT))).json()["choices"]
     assert (choice["prompt_token_ids"], choice["token_ids"]) == (prompt, answer)
-    assert "pictures are processed in the server's own process" in caplog.text
+    assert "images are processed in the server's own process" in caplog.text
 
 
 @pytest.mark.usefixtures("warm_trials")
@@ -278,7 +278,7 @@ async def test_a_template_that_leaves_out_images_is_named(serving, tmp_path) -> 
         reply = await client.post("/v1/chat/completions", json=chat(image_part(0), TEXT))
     assert reply.status_code == 400
     error = reply.json()["error"]
-    assert error["message"].startswith("The chat template must write a place for each image, got 0 places for 1 images: ")
+    assert error["message"].startswith("The chat template must write a placeholder for each image, got 0 for 1 images: ")
     assert "--chat-template" in error["message"]
     assert error["param"] == "messages"
 
@@ -333,8 +333,8 @@ async def test_a_template_that_leaves_out_images_of_tools_is_named(serving, tmp_
             reply = await client.post(route, json={"model": "tiny", **body, **limit})
             assert reply.status_code == 400, reply.text
             assert reply.json()["error"]["message"] == (
-                f"{place} must not be in a result of a tool, whose images this model's chat template leaves out: put the image "
-                "into a message of the user behind the result."
+                f"{place} must not be in a tool result, because this model's chat template leaves out images there: put the "
+                "image into a user message after the result."
             )
             assert reply.json()["error"].get("param") in (place, None)
         turns = [*TOOL_TURNS[:2], TOOL_TURNS[2] | {"content": "a photo"}, {"role": "user", "content": [image_part(0)]}]
@@ -366,7 +366,7 @@ async def test_all_runs_of_a_requests_template_have_one_limit_of_time(serving, m
         quiet = TEMPLATE.replace("<image>", "").replace("{% for", "{# tool_calls #}{% for", 1)
         reply = await client.post("/v1/chat/completions", json=body | {"chat_template": quiet})
         assert reply.status_code == 400
-        assert "must not be in a result of a tool" in reply.json()["error"]["message"]
+        assert "must not be in a tool result" in reply.json()["error"]["message"]
 
 
 async def test_a_model_without_images_names_the_image(serving, monkeypatch) -> None:

@@ -27,20 +27,20 @@ def test_a_cpu():
     assert found["device"] == "cpu (2 threads): --device auto takes a GPU if there is one"
     assert found["dtype"] == "bfloat16, the checkpoint's"
     assert found["attention"] == "prompts: sdpa, decoding: sdpa (fa-serve info says why)"
-    assert found["kv cache"].startswith("1,600 tokens, 3.0 MiB: what --max-num-seqs can use")
+    assert found["kv cache"].startswith("1,600 tokens, 3.0 MiB: as much as --max-num-seqs can use")
     assert found["graphs"] == "none on a CPU, fused layers"
     assert found["model"] == "generate; no images; adapters: none (--lora)"
     no_keys = "no API key (FA_SERVE_API_KEYS), no administrator's key (FA_SERVE_ADMIN_KEY)"
-    assert found["access"] == f"{no_keys}, this machine alone (--host)"
+    assert found["access"] == f"{no_keys}, this machine only (--host)"
 
 
 def test_a_gpu():
     found = decided(summary=GPU, adapters=("one", "two"), device="cuda:0", tensor_parallel=2, speculative="ngram")
     assert found["device"].startswith("cuda:0 (NVIDIA H100)")
     assert found["attention"].startswith("prompts: hopper and triton, decoding: triton")
-    assert found["kv cache"] == "1,600 tokens, 3.0 GiB: what 90% of the memory leaves (--gpu-memory-utilization)"
-    assert found["graphs"] == "CUDA graphs, fused layers (--eager for neither)"
-    assert found["parallel"] == "each layer between 2 devices (--tensor-parallel); guesses by ngram"
+    assert found["kv cache"] == "1,600 tokens, 3.0 GiB: what is left of 90% of the memory (--gpu-memory-utilization)"
+    assert found["graphs"] == "CUDA graphs, fused layers (--eager turns off both)"
+    assert found["parallel"] == "each layer is divided between 2 devices (--tensor-parallel); draft tokens from ngram"
     assert found["model"] == "generate; at most 16 images; adapters: one, two"
 
 
@@ -51,7 +51,7 @@ def test_a_gpu():
         ({"dtype": "float32"}, "dtype", "bfloat16, by --dtype"),
         ({"quantization": "fp8", "kv_cache_dtype": "fp8"}, "dtype", "the KV cache has fp8 (--kv-cache-dtype)"),
         ({"num_pages": 100}, "kv cache", "by --num-pages"),
-        ({"host": "0.0.0.0"}, "access", "key (FA_SERVE_ADMIN_KEY), every machine that reaches 0.0.0.0 (--host)"),
+        ({"host": "0.0.0.0"}, "access", "key (FA_SERVE_ADMIN_KEY), every machine that can reach 0.0.0.0 (--host)"),
         ({"lora_folder": "/adapters"}, "model", "adapters: from --lora-folder"),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(value),
@@ -67,11 +67,11 @@ def test_eager_and_captures_that_failed():
 
 def test_keys_are_counted_and_not_shown():
     found = decided(Settings(api_keys="secret-one,secret-two"))
-    assert found["access"] == "2 API keys, no administrator's key (FA_SERVE_ADMIN_KEY), this machine alone"
+    assert found["access"] == "2 API keys, no administrator's key (FA_SERVE_ADMIN_KEY), this machine only"
     assert "secret" not in str(found)
     found = decided(Settings(admin_key="secret-three-of-24-bytes-at-least"))
     with_administrator = "no API key (FA_SERVE_API_KEYS), an administrator's key (FA_SERVE_ADMIN_KEY)"
-    assert found["access"] == f"{with_administrator}, this machine alone (--host)"
+    assert found["access"] == f"{with_administrator}, this machine only (--host)"
     assert "secret" not in str(found)
 
 

@@ -32,7 +32,7 @@ def test_what_was_decided_stands_between_the_phases_and_the_address(capsys):
     assert lines[2:6] == [
         "device     cpu",
         "kv cache   1",
-        "browser    http://host:1/ is a playground, http://host:1/docs the reference of the API",
+        "browser    http://host:1/ is a playground, http://host:1/docs the API reference",
         "",
     ]
     assert lines[6] == "http://host:1"

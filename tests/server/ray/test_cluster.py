@@ -35,7 +35,7 @@ def test_replicas_without_room_are_refused_on_one_machine(monkeypatch):
     needs = {"num_cpus": 1.0, "num_gpus": 2}
     _check(monkeypatch, ReplicaOptions(replicas=2), needs)
     with pytest.raises(
-        ValueError, match="room for 2 of 3 replicas, each of which takes 1 processors and 2 GPUs of one machine"
+        ValueError, match="room for 2 of 3 replicas, each of which needs 1 processors and 2 GPUs on one machine"
     ):
         _check(monkeypatch, ReplicaOptions(replicas=3), needs)
     with pytest.raises(ValueError, match="Lower --replicas or --replica-cpus"):
@@ -49,7 +49,7 @@ def test_in_a_cluster_replicas_without_room_wait_and_the_log_says_so(monkeypatch
         _check(monkeypatch, ReplicaOptions(replicas=1, address="auto"), {"num_cpus": 1.0}, device="cpu")
     assert [record.getMessage().partition(",")[0] for record in caplog.records] == [
         "the cluster has room for 2 of 3 replicas",
-        "the engines use no GPU. If machines with GPUs are still to join the cluster",
+        "the engines use no GPU. If machines with GPUs will join the cluster later",
     ]
 
 

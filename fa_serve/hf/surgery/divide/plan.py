@@ -103,7 +103,7 @@ def plan_division(model: PreTrainedModel, size: int) -> Division:
     """
     attention, states, indexers = model_layers(model.config)
     if indexers and size > 1:
-        raise _refusal(model, size, "its queries choose keys by indexers, which are not divided")
+        raise _refusal(model, size, "its queries choose keys by indexers, which cannot be divided")
     rules: dict[str, str] = model.tp_plan or {}
     if states:
         rules = usual_rules(model, rules) | rules
@@ -227,7 +227,7 @@ class _Planner:
         """Plan a module that keeps a state, including its submodules. The arguments are those of `plan`."""
         parts = divide_mixer(module, self.size)
         if parts is None:
-            raise _NotDivisible(f"{name} ({type(module).__name__}) keeps a state in a form that is not divided")
+            raise _NotDivisible(f"{name} ({type(module).__name__}) keeps its state in a form that cannot be divided")
         rule = "by heads"
         for own, sections in parts.rows.items():
             found = _find(module, own)
@@ -254,7 +254,7 @@ class _Planner:
         kinds = [rules.get(_general(each)) for each in (name, f"{name}.gate_up_proj", f"{name}.down_proj")]
         if kinds[0] not in SUMMED or kinds[1:] != ["packed_colwise", "rowwise"] or module.gate_up_proj_bias is not None:
             rule = "transformers' plan must divide their width, and they must have no biases"
-            raise _NotDivisible(f"{name} has quantised experts ({module.description}), which are not divided: {rule}")
+            raise _NotDivisible(f"{name} has quantised experts ({module.description}), which cannot be divided: {rule}")
         self.layer.sums.append(path)
         self._cut(name, f"{path}.gate_up_proj", "packed_colwise", 1, equal_sections(2 * module.width, 2))
         columns = Cut(2, equal_sections(module.width))
@@ -267,7 +267,7 @@ class _Planner:
         plain = type(module) is nn.Linear and module.weight.is_floating_point()
         if not (plain or isinstance(module, QuantizedLinear)):
             raise _NotDivisible(
-                f"{name} must be an nn.Linear of floats, or be quantised in a format of fa_serve, for the rule {rule!r}, "
+                f"{name} must be an nn.Linear of floats, or quantised in a format that fa_serve loads, for the rule {rule!r}, "
                 f"got {type(module).__name__}"
             )
         bias = module.bias is not None
@@ -321,7 +321,9 @@ class _Planner:
             return q, k, v
         if path.endswith("kv_b_proj") and rows % spec.num_heads == 0:
             return (q._replace(size=rows),)  # keys and values of each head, computed from latent vectors
-        raise _NotDivisible(f"the {rows} rows of {name} (rule {rule!r}) are neither queries, keys, values nor all of them")
+        raise _NotDivisible(
+            f"the {rows} rows of {name} (rule {rule!r}) match neither queries, keys or values nor all three together"
+        )
 
     def _columns(self, name: str, path: str, columns: int) -> tuple[Section, ...]:
         if not self._is_attention(name, path):
@@ -337,7 +339,7 @@ class _Planner:
 
     def _attention_of(self, name: str) -> AttentionSpec:
         if self.spec is None:
-            raise _NotDivisible(f"{name} looks like a projection of attention, which its layer does not compute")
+            raise _NotDivisible(f"{name} looks like a projection of attention, but its layer computes no attention")
         return self.spec
 
     def _cut(self, name: str, path: str, rule: str, dim: int, sections: tuple[Section, ...]) -> None:

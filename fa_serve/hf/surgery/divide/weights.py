@@ -146,7 +146,9 @@ def divide_model(model: PreTrainedModel, division: Division, rank: int, all_redu
         # weights are on no device yet, so no layer computes
         inputs = observe_inputs(model, layers.values(), OneSequence(), computing=False)
     except Exception as error:
-        raise UnsupportedModelError(f"{refusal}a forward without layers fails with {type(error).__name__}: {error}") from error
+        raise UnsupportedModelError(
+            f"{refusal}a forward in which no layer computes fails with {type(error).__name__}: {error}"
+        ) from error
     proven: set[str] = set()
     for path, own in division.layers.items():
         layer = layers[path]
@@ -162,8 +164,8 @@ def divide_model(model: PreTrainedModel, division: Division, rank: int, all_redu
                 raise UnsupportedModelError(f"{what} fails with {type(error).__name__}: {error}") from error
             if not difference <= TOLERANCE:
                 raise UnsupportedModelError(
-                    f"{what} gives another result when divided: the difference is {difference:.3g} times the largest value, "
-                    f"at most {TOLERANCE:g} is allowed. Use --tensor-parallel 1, or report this model"
+                    f"{what} gives a different result when divided: the difference is {difference:.3g} times the largest "
+                    f"value, at most {TOLERANCE:g} is allowed. Use --tensor-parallel 1, or report this model"
                 )
             proven.add(kind)
         _divide_layer(layer, own, division.size, rank, all_reduce, device)

@@ -78,7 +78,9 @@ def take_experts(model: PreTrainedModel) -> int:
     except Exception as error:  # raised here, by the model's code or by a kernel's compiler
         reason = str(error)
     if reason is not None:
-        log.warning("experts are computed by %s: %s", found[0].config._experts_implementation, reason)
+        log.warning(
+            "experts are computed by transformers (%s), not by fa_serve: %s", found[0].config._experts_implementation, reason
+        )
         return 0
     # not `set_experts_implementation`: it skips a mixture whose class is a subclass defined in another file
     for module in found:

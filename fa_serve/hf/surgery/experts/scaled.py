@@ -66,12 +66,12 @@ def take_scaled_experts(model: nn.Module) -> int:
     """Give mixtures of a model the forward of `ScaledExperts` if that changes nothing. Returns how many mixtures got it."""
 
     def refuse(mixture: nn.Module, reason: str) -> None:
-        log.warning("%s computes all of its experts: %s", type(mixture).__name__, reason)
+        log.warning("%s computes all of its experts, not only the chosen ones: %s", type(mixture).__name__, reason)
 
     found = [m for m in model.modules() if {"router", "experts", "shared_expert"} <= dict(m.named_children()).keys()]
     taken = replace_forwards([mixture for mixture in found if _has_parts(mixture)], _prove, refuse)
     if found:
-        log.info("%d of %d mixtures compute the chosen experts only", taken, len(found))
+        log.info("%d of %d mixtures compute only the chosen experts", taken, len(found))
     return taken
 
 

@@ -198,13 +198,13 @@ def build_encoder_layer(layer: nn.Module, call: LayerCall, rotates: bool) -> Fus
         raise NotReplacedError("its queries, keys and values have different shapes")
     chosen = call.indices is not None or call.block_indices is not None
     if call.sinks is not None or call.position_bias is not None or chosen:
-        raise NotReplacedError("its attention has sinks, a bias of scores or chosen keys")
+        raise NotReplacedError("its attention has sinks, a bias on the scores, or chosen keys")
     find = next(find for find in _FINDERS if _is_built_by(find, layer))
     _, num_heads, _, head_dim = call.query.shape
     own = partial(type(layer).forward, layer)
     parts = find(layer)
     if parts.qkv.weight.shape[0] != 3 * num_heads * head_dim:
-        raise NotReplacedError("its projection of queries, keys and values has other rows")
+        raise NotReplacedError("its projection of queries, keys and values has an unexpected number of rows")
     return FusedEncoderLayer(own, parts, num_heads, head_dim, rotates, _options_of(call))
 
 
@@ -216,7 +216,7 @@ def _prove(layer: nn.Module, inputs: LayerInputs) -> bool:
     recorder = AttentionRecorder()
     output = wide.run(original, recorder)
     if not isinstance(output, Tensor) or len(recorder.calls) != 1:
-        raise NotReplacedError("it does not attend once, or it returns more than a tensor")
+        raise NotReplacedError("it does not call attention exactly once, or it returns more than one tensor")
     [call] = recorder.calls.values()
     expected = [x[0].transpose(0, 1) for x in (call.query, call.key, call.value)]
     angles = wide.kwargs.get("position_embeddings")

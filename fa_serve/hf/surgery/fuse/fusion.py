@@ -65,7 +65,7 @@ log = logging.getLogger("fa_serve.hf")
 ROTATIONS = {
     "halves": "with rotary embedding",
     "half tables": "with rotary embedding from half as many angles",
-    "neighbours": "with rotary embedding of neighbours",
+    "neighbours": "with rotary embedding of neighbouring elements",
     "none": "without rotary embedding",
 }
 """The forms of rotary embedding that a layer may have, and how messages describe them."""
@@ -118,9 +118,9 @@ def fuse_layers(model: PreTrainedModel, *, deterministic: bool = False) -> int:
         if layer not in calls:
             raise NotReplacedError("the layer computes no attention")
         if calls[layer].indices is not None or calls[layer].block_indices is not None:
-            raise NotReplacedError("its queries choose keys, which the proof does not see")
+            raise NotReplacedError("its queries choose keys, which the proof does not cover")
         if calls[layer].position_bias is not None:
-            raise NotReplacedError("it adds a bias to its scores, which the proof does not see")
+            raise NotReplacedError("it adds a bias to its scores, which the proof does not cover")
         if deterministic and _latent_sizes(calls[layer]) is not None:
             raise NotReplacedError("the products of latent keys depend on the number of rows, and deterministic is True")
         rotation = _prove(layer, inputs[layer])
@@ -264,7 +264,7 @@ def _prove(layer: nn.Module, inputs: LayerInputs) -> str:
         wrong = _differences(build_layer(original, expected.call, rotation), expected)
         if not wrong:
             return rotation
-        reasons.append(f"{ROTATIONS[rotation]} its {' and '.join(wrong)} would change")
+        reasons.append(f"{ROTATIONS[rotation]}, its {' and '.join(wrong)} would change")
     raise NotReplacedError("; ".join(reasons))
 
 
@@ -280,10 +280,10 @@ def _prove_mixer(layer: nn.Module, inputs: LayerInputs) -> MixerCall:
     def observe(_: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> None:
         others = {key: value for key, value in given.items() if key not in ("hidden_states", "fa_serve_batch")}
         if len(args) + ("hidden_states" in given) != 1:
-            raise NotReplacedError("its mixer is called with several arguments that have no name")
+            raise NotReplacedError("its mixer is called with several positional arguments")
         for key, value in others.items():
             if isinstance(value, Tensor) and wide.kwargs.get(key) is not value:
-                raise NotReplacedError(f"its mixer is given the tensor {key}, which the layer has made")
+                raise NotReplacedError(f"its mixer gets the tensor {key}, which the layer itself computes")
         found.append(MixerCall(name, others))
 
     handle = getattr(original, name).register_forward_pre_hook(observe, with_kwargs=True)
@@ -292,7 +292,7 @@ def _prove_mixer(layer: nn.Module, inputs: LayerInputs) -> MixerCall:
     finally:
         handle.remove()
     if not isinstance(expected, Tensor) or len(found) != 1:
-        raise NotReplacedError("its mixer is not called once, or it returns more than a tensor")
+        raise NotReplacedError("its mixer is not called exactly once, or the layer returns more than one tensor")
     fused = build_mixed_layer(original, found[0])
     for total in (expected.shape[1], 1):  # a single token uses other kernels
         actual = fused.compute(wide.hidden[0, :total].clone(), StateStep(WholeSequence(), wide.kwargs))

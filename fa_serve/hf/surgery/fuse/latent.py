@@ -123,7 +123,9 @@ def build_latent(attention: Any, call: LayerCall, sizes: LatentSizes, pairing: o
     if not isinstance(kv_up.weight, Tensor) or kv_up.bias is not None:
         raise NotReplacedError("the projection of latent vectors must be a plain matrix without bias")
     if sizes.rope % 2 or min(sizes) < 1:
-        raise NotReplacedError(f"the parts of its latent keys must be positive, and the rotated one even, got {sizes}")
+        raise NotReplacedError(
+            f"the parts of its latent keys must have positive sizes, and the rotated one an even size, got {sizes}"
+        )
     has_two = getattr(attention, "q_a_proj", None) is not None
     return LatentAttention(
         num_heads=num_heads,

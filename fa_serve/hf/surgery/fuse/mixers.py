@@ -145,7 +145,7 @@ def build_mixer(layer: Any, call: MixerCall) -> tuple[DeltaMixer | OwnMixer, Fus
         return OwnMixer(module, call), None
     seated = vars(module).get("forward")
     if not isinstance(seated, SeatedMixer):
-        raise NotReplacedError("its mixer keeps a state and is not seated")
+        raise NotReplacedError("its mixer keeps a state that fa_serve has not taken over")
     mixer = DeltaMixer(
         number=seated.number,
         heads=module.num_v_heads,

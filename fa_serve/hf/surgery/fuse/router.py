@@ -94,7 +94,7 @@ def fuse_routers(model: nn.Module, *, live: bool = False) -> int:
         built = _prove(router, list(known))
         own = {x.data_ptr() for x in (*router.parameters(), *router.buffers())}
         if live and any(x is not None and x.data_ptr() not in own for x in (built.weight, built.bias, built.correction)):
-            raise NotReplacedError("it computes with copies of its numbers in another dtype")
+            raise NotReplacedError("it would need copies of its weights in another dtype")
         known[built.router] = None
         return built
 
@@ -131,7 +131,7 @@ def _prove(module: Any, known: Sequence[ops.Router]) -> FusedRouter:
     matching = [bias for bias in biases if results_agree(linear(x, wide, _wide(bias)), exact.logits)]
     found = _fit(exact, biases, known)
     if not matching or found is None:
-        raise NotReplacedError("no formula that is known gives its logits, its choice and its weights")
+        raise NotReplacedError("no known routing formula reproduces its logits, choice and weights")
     bias = matching[0]
     correction, router = found
 
@@ -141,7 +141,7 @@ def _prove(module: Any, known: Sequence[ops.Router]) -> FusedRouter:
     # the search ran on the host: check the kernels of the device
     chosen = ops.route(exact.logits, correction, router, torch.float32)
     if not functions_agree(lambda x: exact.logits, logits, x) or not _same_choice(*chosen, exact):
-        raise NotReplacedError("its logits or its choice would change")
+        raise NotReplacedError("its logits or its choice of experts would change")
     narrow = linear(x.to(weight.dtype), weight, bias).to(here.logits.dtype)
     if not torch.equal(narrow, here.logits):
         weight = wide  # the router multiplies in float32, whatever the dtype of its weights
@@ -160,7 +160,7 @@ def _routed(result: Any, num_experts: int) -> Routed:
         raise NotReplacedError("it does not return three matrices")
     kinds = [0 if x.shape[1] == num_experts else 1 if x.is_floating_point() else 2 for x in result]
     if sorted(kinds) != [0, 1, 2] or result[kinds.index(1)].shape != result[kinds.index(2)].shape:
-        raise NotReplacedError("it does not return logits, weights and numbers of experts")
+        raise NotReplacedError("it does not return logits, weights and indices of experts")
     order = (kinds.index(0), kinds.index(1), kinds.index(2))
     logits, weights, index = (result[place] for place in order)
     return Routed(logits, weights, index, order)

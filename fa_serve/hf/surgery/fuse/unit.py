@@ -67,7 +67,7 @@ def fuse_units(model: nn.Module) -> int:
     found = [module for _, module in beside_experts(model) if hasattr(module, "down_proj")]
     fused = replace_forwards(found, _prove, refuse)
     if found:
-        log.info("%d of %d experts that every token takes are fused", fused, len(found))
+        log.info("%d of %d shared experts are fused", fused, len(found))
     return fused
 
 

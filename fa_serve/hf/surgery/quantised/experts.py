@@ -103,7 +103,9 @@ class QuantizedExperts(nn.Module):
             for i in range(matrices):
                 parts.append(self.scheme.read({name: half[i] for name, half in halves.items()}, *sizes))
                 if parts[-1].columns is not None:
-                    raise ParameterError("g_idx", "put columns into groups in their order (no act-order)", f"expert {expert}")
+                    raise ParameterError(
+                        "g_idx", "assign columns to groups in ascending order (no act-order)", f"expert {expert}"
+                    )
         return ops.merge_rows(parts)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -177,4 +179,4 @@ def prove_experts(experts: Any) -> None:
     with torch.device("cpu"):
         if not experts_agree(few):
             name = type(experts).__name__
-            raise UnsupportedModelError(f"the quantised experts of {name} cannot be loaded, because its output would change")
+            raise UnsupportedModelError(f"the quantised experts of {name} cannot be loaded, because their output would change")

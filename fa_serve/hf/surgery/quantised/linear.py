@@ -265,7 +265,7 @@ def replace_layers(model: nn.Module, plan: QuantizationPlan, dtype: torch.dtype)
             if scheme is not _ROUNDED:
                 raise
             made.pop(name, None)
-            log.warning("%s keeps its floats: %s", name, error)
+            log.warning("%s is not quantised: %s", name, error)
     for name, module in made.items():
         model.set_submodule(name, module)
     if not made:

@@ -158,7 +158,7 @@ def test_a_wrong_head_of_a_parameter_is_refused(name: str, parameter: str) -> No
             return cut.ranges(size - 1 - rank, size)
 
     layer.cuts[parameter] = Turned(*cut)
-    refusal = r"model.layers.0 \(\w+\) gives another result when divided: the difference is"
+    refusal = r"model.layers.0 \(\w+\) gives a different result when divided: the difference is"
     with pytest.raises(UnsupportedModelError, match=refusal):
         on_ranks(model, 2, lambda own, rank: None, division)
     layer.cuts[parameter] = cut
@@ -177,7 +177,7 @@ def test_a_norm_over_all_heads_adds_up_squares() -> None:
 
     on_ranks(model, 2, work, division)
     layer.norms.clear()
-    with pytest.raises(UnsupportedModelError, match="gives another result when divided"):
+    with pytest.raises(UnsupportedModelError, match="gives a different result when divided"):
         on_ranks(model, 2, lambda own, rank: None, division)
     grouped = plan_division(patched("nemotron-h"), 2).layers["model.layers.0"]
     assert grouped.norms == {}
@@ -215,7 +215,7 @@ def test_key_heads_that_are_fewer_than_ranks_are_repeated() -> None:
 
 def test_what_does_not_divide_is_named() -> None:
     refusals = {
-        "zamba": r"model.layers.0.mamba \(ZambaMambaMixer\) keeps a state in a form that is not divided",
+        "zamba": r"model.layers.0.mamba \(ZambaMambaMixer\) keeps its state in a form that cannot be divided",
         "qwen3-next": r"the 2 heads of model.layers.0.linear_attn.in_proj_qkvz \(rule 'by heads'\) cannot be divided by 4",
         "nemotron-h": r"the 2 heads of model.layers.0.mixer.norm.weight \(rule 'by heads'\) cannot be divided by 4",
     }

@@ -174,7 +174,7 @@ def test_a_vocabulary_that_does_not_divide_stays_whole() -> None:
 def test_a_layer_that_would_change_is_refused() -> None:
     """GPT-NeoX keeps q, k and v of each head together. The plan takes them for all queries, all keys and all values."""
     refusal = (
-        r"gpt_neox.layers.0 \(GPTNeoXLayer\) gives another result when divided: the difference is [0-9.]+ times the largest"
+        r"gpt_neox.layers.0 \(GPTNeoXLayer\) gives a different result when divided: the difference is [0-9.]+ times the largest"
     )
     with pytest.raises(UnsupportedModelError, match=refusal):
         divided(patched("gpt-neox"), 2, lambda own, _: None)
@@ -190,7 +190,7 @@ class OverAllFeatures(nn.Module):
 def test_a_layer_that_differs_in_the_type_of_a_submodule_is_proven_by_itself() -> None:
     model = patched("llama")
     model.model.layers[1].mlp.act_fn.__class__ = OverAllFeatures  # its settings are those of the other layer
-    refusal = r"model.layers.1 \(LlamaDecoderLayer\) gives another result when divided"
+    refusal = r"model.layers.1 \(LlamaDecoderLayer\) gives a different result when divided"
     with pytest.raises(UnsupportedModelError, match=refusal):
         divided(model, 2, lambda own, _: None)
 
@@ -210,7 +210,9 @@ def test_a_model_whose_layers_cannot_be_left_out_is_refused() -> None:
     model = patched("llama")
     division = plan_division(model, 2)
     model.model.norm.forward = None
-    with pytest.raises(UnsupportedModelError, match="between 2 ranks: a forward without layers fails with TypeError: "):
+    with pytest.raises(
+        UnsupportedModelError, match="between 2 ranks: a forward in which no layer computes fails with TypeError: "
+    ):
         run_ranks(2, lambda rank, all_reduce: divide_model(model, division, rank, all_reduce, CPU))
 
 

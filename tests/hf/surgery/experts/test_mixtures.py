@@ -82,7 +82,10 @@ def test_a_module_that_computes_something_else_is_left_alone(
     model = BY_NAME["qwen3-moe"].build()
     assert take_experts(model) == 0
     assert model.config._experts_implementation == "eager"
-    assert "experts are computed by eager: the output of Qwen3MoeExperts would change" in caplog.text
+    assert (
+        "experts are computed by transformers (eager), not by fa_serve: the output of Qwen3MoeExperts would change"
+        in caplog.text
+    )
 
 
 def test_a_single_token_is_proven_too(monkeypatch: pytest.MonkeyPatch) -> None:

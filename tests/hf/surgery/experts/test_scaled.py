@@ -69,7 +69,7 @@ def test_each_kind_of_mixture_is_proven(caplog: Any) -> None:
     second.experts.act_fn = nn.Softsign()
     assert hf.take_scaled_experts(model) == 1
     assert mixtures(model) == [first]
-    assert "Llama4TextMoe computes all of its experts: it gates its experts in a way" in caplog.text
+    assert "Llama4TextMoe computes all of its experts, not only the chosen ones: it gates its experts in a way" in caplog.text
 
 
 def test_hooks_are_not_passed_over() -> None:

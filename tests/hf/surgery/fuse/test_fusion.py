@@ -100,7 +100,7 @@ def test_a_layer_whose_code_says_otherwise_is_left_alone(monkeypatch, caplog) ->
     model = make_model()
     patch(model)
     assert fuse_layers(model) == 0
-    assert "LlamaDecoderLayer layers are not fused: with rotary embedding its output would change" in caplog.text
+    assert "LlamaDecoderLayer layers are not fused: with rotary embedding, its output would change" in caplog.text
 
 
 def test_layers_of_towers_are_no_layers_of_texts(caplog) -> None:
@@ -130,7 +130,7 @@ def test_queries_that_grow_with_their_position_are_found(caplog) -> None:
     model = Family("ministral3", "Ministral3ForCausalLM", config={"head_dim": 16, "rope_parameters": scaled}).build()
     patch(model)
     assert fuse_layers(model) == 0
-    assert "with rotary embedding its queries would change" in caplog.text
+    assert "with rotary embedding, its queries would change" in caplog.text
 
 
 def test_hooks_are_not_passed_over(caplog) -> None:

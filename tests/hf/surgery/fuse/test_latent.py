@@ -145,7 +145,7 @@ def test_queries_that_are_scaled_by_position_keep_the_layers_own_code(make_engin
     asked = prompts()[:2]
     engine = make_engine(model=SCALED_QUERIES.build())
     assert not latent_layers(engine)
-    assert "Mistral4DecoderLayer layers are not fused: with rotary embedding its scores would change" in caplog.text
+    assert "Mistral4DecoderLayer layers are not fused: with rotary embedding, its scores would change" in caplog.text
     assert engine._runner.kv_caches[0][0].shape[2:] == (1, 24 + 8), "the layers cache latent keys nevertheless"
     assert [c.token_ids for c in engine.generate(asked, GREEDY)] == expected(SCALED_QUERIES, asked)
 

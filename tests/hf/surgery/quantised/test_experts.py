@@ -189,7 +189,7 @@ def test_act_order_is_refused_by_the_config_and_by_the_files(spoilt) -> None:
         order[[0, 40]] = order[[40, 0]]
 
     path = spoilt("gptq", swapped)
-    with pytest.raises(ParameterError, match=rf"{LAYER}.gate_up_proj_g_idx must put columns into groups in their order"):
+    with pytest.raises(ParameterError, match=rf"{LAYER}.gate_up_proj_g_idx must assign columns to groups in ascending order"):
         load(path)
     change_config(path, desc_act=True)
     rule = r"quantization_config must have no act-order for the experts of model.layers.0.mlp.experts, got '4 bits in"
@@ -250,7 +250,7 @@ def test_experts_that_compute_something_else_are_refused(checkpoints: Path, monk
 
 
 def test_mxfp4_experts_of_a_model_without_a_plan_are_not_divided(checkpoints: Path) -> None:
-    with pytest.raises(UnsupportedModelError, match=r"mlp.experts has quantised experts \(4-bit .*\), which are not divided"):
+    with pytest.raises(UnsupportedModelError, match=r"mlp.experts has quantised experts \(4-bit .*\), which cannot be divided"):
         plan_division(load(checkpoints / "mxfp4"), 2)
     described = describe(str(checkpoints / "mxfp4"), "cuda", 90, tensor_parallel=2)
     assert "has quantised experts" in str(described.share)
@@ -324,4 +324,4 @@ def test_experts_that_cannot_be_rounded_keep_their_floats(tmp_path: Path, monkey
     )
     model = load(tmp_path, quantization="fp8")
     assert not experts_of(model)
-    assert "model.layers.0.mlp.experts keeps its floats: Qwen3MoeExperts gates its experts in a way" in caplog.text
+    assert "model.layers.0.mlp.experts is not quantised: Qwen3MoeExperts gates its experts in a way" in caplog.text
