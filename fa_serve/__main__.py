@@ -163,14 +163,14 @@ def _run_server(
 
     with importing(freeze=True):
         from fa_serve.engine.errors import EngineDeadError
-        from fa_serve.engine.parallel.follower_main import follow_if_told
+        from fa_serve.engine.parallel.follower_main import follow_if_not_rank_0
         from fa_serve.server.process import build_server
     limit_host_memory()
     try:
         if prepare is None:
             engine_config = settings.engine_config()
             engine_config.require_device()
-            follow_if_told(engine_config)
+            follow_if_not_rank_0(engine_config)
         server = build_server(settings, report) if prepare is None else build_server(settings, report, prepare(settings))
     except (ValueError, OSError) as error:
         _fail(str(error), code=2)

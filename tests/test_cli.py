@@ -455,7 +455,7 @@ def test_it_is_started_before_the_server_is_imported(monkeypatch):
         raise ValueError("stopped")
 
     monkeypatch.setattr("fa_serve.engine.process.engine_process.start_ahead", lambda: done.append("started"))
-    monkeypatch.setattr("fa_serve.engine.parallel.follower_main.follow_if_told", stop)
+    monkeypatch.setattr("fa_serve.engine.parallel.follower_main.follow_if_not_rank_0", stop)
     assert run("serve", "--device", "cpu", "--process").exit_code == 2
     assert run("serve", "--device", "cpu").exit_code == 2
     assert done == ["started", "configured", "configured"]

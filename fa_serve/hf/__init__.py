@@ -83,8 +83,8 @@ from fa_serve.hf.surgery.divide.plan import plan_division
 from fa_serve.hf.surgery.divide.weights import PartOfSum, divide_model, vocab_size
 from fa_serve.hf.surgery.experts.mixtures import expert_modules, experts_forward, take_experts
 from fa_serve.hf.surgery.experts.scaled import ScaledExperts, take_scaled_experts
-from fa_serve.hf.surgery.indexers import seat_indexers
-from fa_serve.hf.surgery.states import seat_states
+from fa_serve.hf.surgery.indexers import patch_indexers
+from fa_serve.hf.surgery.states import patch_states
 
 __all__ = [
     "NAME",
@@ -124,11 +124,11 @@ __all__ = [
     "paged_output",
     "parameters_in",
     "patch",
+    "patch_indexers",
     "patch_parts",
+    "patch_states",
     "plan_division",
     "register",
-    "seat_indexers",
-    "seat_states",
     "take_experts",
     "take_layer_idx",
     "take_scaled_experts",

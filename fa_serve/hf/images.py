@@ -41,7 +41,7 @@ from transformers.utils import output_capturing
 from fa_serve.hf.adapter.masks import leaving_out_blocks
 from fa_serve.hf.adapter.releases import CACHE_NAMES
 from fa_serve.hf.processors import find_image_token
-from fa_serve.hf.surgery.towers import quicken_tower
+from fa_serve.hf.surgery.towers import speed_up_tower
 from fa_serve.spec import ParameterError, UnsupportedModelError
 
 _PLAIN = {"input_ids", "inputs_embeds", "position_ids", "attention_mask", "use_cache", "cache_position", *CACHE_NAMES}
@@ -156,9 +156,9 @@ class StepImages:
 
 
 class ImageReader:
-    """Encodes images with the towers of one model. quickens: whether `quicken` does anything"""
+    """Encodes images with the towers of one model. speeds_up: whether `speed_up` does anything"""
 
-    def __init__(self, model: PreTrainedModel, *, quickens: bool = True) -> None:
+    def __init__(self, model: PreTrainedModel, *, speeds_up: bool = True) -> None:
         name = type(model).__name__
         kind = model.config.model_type
         if kind in WITHOUT_PROMPTS:
@@ -177,17 +177,17 @@ class ImageReader:
         config = model.config.get_text_config()
         self.filler: int = getattr(config, "pad_token_id", None) or 0
         """The token id that a step has at the places of an image, where the image's embeddings then replace its embedding."""
-        self.quickens = quickens
-        self.quicken()
+        self.speeds_up = speeds_up
+        self.speed_up()
         self.blocks = self._find_blocks()
         self._pauses: dict[int, Callable[[], None]] = {}  # `pause` by the id of the thread whose encodings pause
         self._joined_dim: int | Literal["none"] | None = None
         """The dimension in which inputs of several images are joined; "none" if they cannot be, None if not tried yet."""
 
-    def quicken(self) -> None:
-        """If `quickens`, give modules of the towers forms that GPUs compute faster. Call it again after weights have moved."""
-        if self.quickens:
-            quicken_tower(self._model, beside=self._decoder)
+    def speed_up(self) -> None:
+        """If `speeds_up`, give modules of the towers forms that GPUs compute faster. Call it again after weights have moved."""
+        if self.speeds_up:
+            speed_up_tower(self._model, beside=self._decoder)
 
     @torch.no_grad()
     def encode(self, inputs: Mapping[str, Tensor]) -> ImageFeatures:

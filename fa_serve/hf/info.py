@@ -242,7 +242,7 @@ def _why_no_images(config: PreTrainedConfig) -> str | None:
                 config,
                 lambda own, attention: auto_class(own).from_config(own, attn_implementation=attention, dtype=torch.bfloat16),
             )
-        ImageReader(model, quickens=False)
+        ImageReader(model, speeds_up=False)
     except UnsupportedModelError as error:
         return str(error)
     return None

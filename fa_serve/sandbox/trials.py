@@ -175,7 +175,7 @@ class Trials:
                 child.connection.close()
         return None
 
-    def let_wait(self, child: _Child) -> None:
+    def keep_waiting(self, child: _Child) -> None:
         """Keep a child for the next trial of its owner, if it has one. If too many wait, close the one that waited longest."""
         with self._closing:
             if child.owner is None or self.closed:
@@ -312,7 +312,7 @@ class Trial:
                 was_new = child.is_new
                 child.is_new = False
                 if waits == b"1":
-                    self._trials.let_wait(child)
+                    self._trials.keep_waiting(child)
                 else:
                     child.connection.close()
                 if word == trial_process.DONE:

@@ -197,7 +197,7 @@ class DeadlineThread:
             with self._lock:
                 del self._running[job]
             if job.abandoned and job.trial is None:
-                _meet_interrupt()  # the interrupt may not have been raised yet
+                _absorb_interrupt()  # the interrupt may not have been raised yet
             job.seconds = time.thread_time() - begin
             if job.trial is not None:
                 job.seconds += job.trial.seconds
@@ -222,7 +222,7 @@ def _raise_in(thread: threading.Thread, kind: type[BaseException]) -> None:
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(kind))
 
 
-def _meet_interrupt() -> None:
+def _absorb_interrupt() -> None:
     """Make sure that no interrupt is still to be raised in this thread.
 
     A second interrupt replaces one that is still pending, and is raised here. Cancelling the pending one with NULL would make

@@ -167,7 +167,7 @@ class BoundedProtocol(HalfClosedProtocol):
         self._head_is_whole = False
         self._is_whole = True
         self._said_anything = False
-        self._deaf = False  # nothing that arrives is parsed
+        self._ignores_input = False  # nothing that arrives is parsed
         self._dropped = 0  # bytes that have arrived since then
 
     def connection_made(self, transport: BaseTransport) -> None:
@@ -184,7 +184,7 @@ class BoundedProtocol(HalfClosedProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self._deaf:
+        if self._ignores_input:
             self._dropped += len(data)
             if self._dropped > LINGER_BYTES:
                 self.transport.abort()
@@ -201,7 +201,7 @@ class BoundedProtocol(HalfClosedProtocol):
         except httptools.HttpParserUpgrade:
             self._is_whole = True
         except httptools.HttpParserError:
-            if not self._deaf:  # the parser raises this error, too, if a callback raises any
+            if not self._ignores_input:  # the parser raises this error, too, if a callback raises any
                 self._refuse(400, "invalid_http", "The request is not valid HTTP.")
             return
         if self._is_whole:
@@ -246,7 +246,7 @@ class BoundedProtocol(HalfClosedProtocol):
         self._disarm()
         if self.pipeline:
             self.cycle.keep_alive = False  # the last request that will be answered
-            self._deaf = True
+            self._ignores_input = True
             self._table.count("pipelined")
             raise RefusedError
         super().on_headers_complete()
@@ -336,7 +336,7 @@ class BoundedProtocol(HalfClosedProtocol):
 
         If an answer has begun, or an earlier request still waits for its answer, the connection is cut off without the error.
         """
-        self._deaf = True
+        self._ignores_input = True
         self._disarm()
         self._table.count(code)
         cycle = self.cycle

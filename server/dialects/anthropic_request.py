@@ -179,7 +179,7 @@ class Turn(StrictModel):
         return messages
 
     @property
-    def can_go_on(self) -> bool:
+    def can_be_continued(self) -> bool:
         """Whether this turn is a message of the assistant that the answer can continue."""
         kinds = ["text"] if isinstance(self.content, str) else [block.type for block in self.content]
         return self.role == "assistant" and "text" in kinds and "tool_use" not in kinds
@@ -295,7 +295,7 @@ class CountTokensRequest(Translated):
     @model_validator(mode="after")
     def _check_last(self) -> CountTokensRequest:
         last = self.messages[-1]
-        if last.role == "assistant" and not last.can_go_on:
+        if last.role == "assistant" and not last.can_be_continued:
             raise field_error("messages", "may end with an assistant message only if it has text and no tool_use")
         return self
 
@@ -312,7 +312,7 @@ class CountTokensRequest(Translated):
         chosen = self.tool_choice
         output = self.output_config and self.output_config.format
         schema = {"type": "json_schema", "json_schema": {"name": "output", "schema": output.schema_}} if output else None
-        goes_on = self.messages[-1].can_go_on
+        goes_on = self.messages[-1].can_be_continued
         return {
             "model": self.model,
             "messages": messages,

@@ -26,7 +26,7 @@ from fa_serve.engine.images.tower_time import Stopwatch
 from fa_serve.engine.runner.cuda_graphs import Shape, StepGraphs
 from fa_serve.engine.scheduler.scheduled_batch import TowerWork
 from fa_serve.hf.images import ImageReader
-from fa_serve.hf.surgery.towers import quicken_tower
+from fa_serve.hf.surgery.towers import speed_up_tower
 
 pytestmark = pytest.mark.usefixtures("full_float32")
 TYPES = ["llava", "mistral3", "internvl", "gemma3", "qwen2_5_vl", "qwen3_vl"]
@@ -95,7 +95,7 @@ def tower_of(name: str, dtype: torch.dtype) -> Any:
             tower = Qwen3VLVisionModel(config.vision_config)
     tower = tower.to(dtype).eval().requires_grad_(False)
     fa_serve.patch(tower)
-    quicken_tower(tower)
+    speed_up_tower(tower)
     return tower
 
 

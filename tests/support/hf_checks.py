@@ -187,4 +187,4 @@ def check_seq2seq(family: Family, kind: str) -> None:
 
 def check_paged(family: Family) -> None:
     eager, _ = pair(family)
-    check_pages(fa_serve.patch(copy.deepcopy(eager)), eager)  # in which indexers are seated
+    check_pages(fa_serve.patch(copy.deepcopy(eager)), eager)  # in which indexers are patched

@@ -380,7 +380,7 @@ class Pages:
         pages = -(-LENGTH // page_size)
         order = torch.randperm(count * pages, generator=torch.Generator().manual_seed(0), device="cpu").to(here())
         self.table = order.view(count, pages).to(torch.int32)
-        hf.seat_indexers(model)
+        hf.patch_indexers(model)
         layers = hf.model_layers(model)
         self.caches = {
             i: (torch.full((*shape, s.head_dim), float("nan")), torch.full((*shape, s.head_dim_v), float("nan")))

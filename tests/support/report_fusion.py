@@ -86,7 +86,7 @@ def _plain(reason: str) -> str:
 
 
 def _of_engine(name: str) -> dict[str, str]:
-    from fa_serve.hf import model_layers, patch, seat_indexers, take_scaled_experts
+    from fa_serve.hf import model_layers, patch, patch_indexers, take_scaled_experts
     from fa_serve.hf.surgery.experts.mixtures import expert_modules, take_experts
     from fa_serve.hf.surgery.fuse.fusion import fuse_layers
     from fa_serve.hf.surgery.fuse.latent import LatentAttention
@@ -102,7 +102,7 @@ def _of_engine(name: str) -> dict[str, str]:
         patch(model)
         indexers = model_layers(model).indexers
         if indexers:
-            seat_indexers(model)
+            patch_indexers(model)
         with _reasons() as reasons:
             found = expert_modules(model)
             taken = take_experts(model)

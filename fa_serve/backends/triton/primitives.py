@@ -228,7 +228,7 @@ def clear_rows(out_ptr, lse_ptr, first, end, program, programs, num_heads, strid
 
 
 @triton.jit
-def clear_rows_behind(
+def clear_rows_past_end(
     out_ptr, lse_ptr, first, end, program, programs, num_heads, strides, DIM_V: tl.constexpr, BLOCK_DV: tl.constexpr
 ):
     """`clear_rows` in tiles of 2048 numbers, which need few registers."""

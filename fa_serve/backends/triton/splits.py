@@ -166,7 +166,7 @@ def sequences_of_share(share, index, sequences, splits, min_blocks, var: tl.cons
     share.
     """
     first = share // splits
-    behind = first + 1
+    stop = first + 1
     seq_start = 0
     line = (0, 0, 0)
     if var.balanced:
@@ -176,10 +176,10 @@ def sequences_of_share(share, index, sequences, splits, min_blocks, var: tl.cons
         begin = share * size
         end = tl.minimum(begin + size, total)
         first = tl.sum((ends <= begin).to(tl.int32), 0)
-        behind = tl.where(begin < end, tl.sum((ends < end).to(tl.int32), 0) + 1, first)
+        stop = tl.where(begin < end, tl.sum((ends < end).to(tl.int32), 0) + 1, first)
         seq_start = tl.max(tl.where(ends <= begin, ends, 0), 0)
         line = (begin, end, size)
-    return first, behind, seq_start, line
+    return first, stop, seq_start, line
 
 
 @triton.jit

@@ -394,7 +394,7 @@ class Prefix:
             for held in sequence.held_states:
                 self._states.release(held.state)
 
-    def release_behind(self, sequence: SequenceState, first_key: int) -> None:
+    def release_before_window(self, sequence: SequenceState, first_key: int) -> None:
         """A sequence releases the pages before `first_key`, the first key of the first tile that it may still attend to."""
         num_pages = first_key // self._pages.page_size
         if num_pages > sequence.num_released:
@@ -418,7 +418,7 @@ class Prefix:
         self._pages.withdraw(sequence.page_hashes)
         self._pages.unregister(sequence.held_pages)
 
-    def withdraw_left(self, sequence: SequenceState) -> None:
+    def withdraw_leftovers(self, sequence: SequenceState) -> None:
         """Stop sharing what a preempted sequence has left in the cache, from its first unconfirmed token on.
 
         Its pages may have been written to files since the preemption. Those files are removed; files from before it stay.

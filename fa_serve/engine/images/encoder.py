@@ -424,7 +424,7 @@ def find_images(model: Any, config: EngineConfig) -> ImageEncoder | str:
     if not config.max_images:
         return "the engine is configured to take no images (max_images is 0)"
     try:
-        reader = ImageReader(model, quickens=config.fuses)
+        reader = ImageReader(model, speeds_up=config.fuses)
     except UnsupportedModelError as error:
         return str(error)
     refuses = ""

@@ -3,7 +3,7 @@
     python -m fa_serve.engine.parallel.follower_main <descriptor of the pipe from rank 0>
 
     engine = open_engine(config)                 # scripts that run on every rank of torchrun
-    follow_if_told(config)                       # other entry points, before they make an engine
+    follow_if_not_rank_0(config)                       # other entry points, before they make an engine
 
 Entry points ask whether this process is to follow, and constructors do not: a follower's process ends with rank 0, so these
 functions do not return on a follower. It ignores SIGINT and SIGTERM, because rank 0 handles them and ends its followers itself.
@@ -49,13 +49,13 @@ def open_engine(
     from fa_serve.engine.config import EngineConfig
 
     config = config or EngineConfig()
-    follow_if_told(config)
+    follow_if_not_rank_0(config)
     from fa_serve.engine.engine import Engine
 
     return Engine(config, on_phase=on_phase, ahead=ahead, on_lost=on_lost)
 
 
-def follow_if_told(config: EngineConfig) -> None:
+def follow_if_not_rank_0(config: EngineConfig) -> None:
     """Return on rank 0, and without torchrun. On another rank of torchrun, follow rank 0 until it ends, then end this process.
 
     Raises ParameterError, and EngineDeadError if rank 0 is not found.

@@ -28,7 +28,7 @@ from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.errors import EngineDeadError, RequestError, cause_of
 from fa_serve.engine.events import OnPhase
 from fa_serve.engine.images.prompt import ImageInput
-from fa_serve.engine.parallel.follower_main import follow_if_told
+from fa_serve.engine.parallel.follower_main import follow_if_not_rank_0
 from fa_serve.engine.pooling.inputs import EncoderInputs, InputReader
 from fa_serve.engine.pooling.params import EncoderCard, PoolingParams
 from fa_serve.engine.process.controls import PAUSE_MODES, Control, ControlName, PauseMode, Reply
@@ -94,7 +94,7 @@ class AsyncEngine:
         if self._worker is not None:
             raise RuntimeError("cannot start the engine: it has been started already")
         if isinstance(self._source, EngineConfig):
-            follow_if_told(self._source)
+            follow_if_not_rank_0(self._source)
         await self._start()
 
     async def _start(self) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from fa_serve.engine.config import EngineConfig
-from fa_serve.hf import gathers_keys, seat_indexers
+from fa_serve.hf import gathers_keys, patch_indexers
 from fa_serve.spec import AttentionSpec, ParameterError
 
 LEAST_GROUP_BYTES = 64 << 20
@@ -36,7 +36,7 @@ def prepare_attention(model: Any, config: EngineConfig, indexers: Mapping[int, A
         _check_settings(model, config, "whose code needs the keys of all tokens")
     elif indexers:
         _check_settings(model, config, "whose queries choose keys")
-        seat_indexers(model)
+        patch_indexers(model)
 
 
 def least_group_keys(model: Any, layers: Collection[AttentionSpec], *, wanted: bool) -> int:

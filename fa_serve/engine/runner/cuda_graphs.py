@@ -214,8 +214,8 @@ class StepGraphs:
     def shape_of(self, arrays: BatchArrays, lora: bool = False) -> Shape | None:
         """The shape for a step, or None if it runs eagerly: see `shape_for`. lora: whether sequences have adapters"""
         axes = arrays.num_axes if arrays.images else 0
-        takes_keys_as_they_come = arrays.fresh and self._fresh_tokens is not None and arrays.num_tokens >= self._fresh_tokens
-        if arrays.prompt_spans or takes_keys_as_they_come:
+        uses_fresh_keys = arrays.fresh and self._fresh_tokens is not None and arrays.num_tokens >= self._fresh_tokens
+        if arrays.prompt_spans or uses_fresh_keys:
             return None
         shape = self.shape_for(
             arrays.num_tokens,

@@ -53,7 +53,7 @@ from fa_serve.hf import (
     StateKey,
     model_layers,
     paged_forward,
-    seat_states,
+    patch_states,
     take_experts,
     take_scaled_experts,
     vocab_size,
@@ -117,7 +117,7 @@ class ModelRunner:
         self.state_memory = kv_cache.StateMemory(states, config.page_size, config.max_num_seqs)
         if states:
             check_settings_with_states(type(model).__name__, config, drafting=drafting)
-            seat_states(model)
+            patch_states(model)
         self.images = "a draft model takes no images" if drafting else find_images(model, config)
         self._deterministic = config.deterministic
         self._processed = config.logprobs_mode == "processed_logprobs"

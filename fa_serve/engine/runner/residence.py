@@ -121,7 +121,7 @@ class Residence:
         if moved:
             runner.refit()
             if isinstance(runner.images, ImageEncoder):
-                runner.images.reader.quicken()
+                runner.images.reader.speed_up()
             self._addresses = Addresses.of(runner.model)
         runner.rescale()
         if isinstance(runner.images, ImageEncoder):

@@ -293,7 +293,7 @@ class Scheduler:
         sequence.finish(reason, error)
         del self.sequences[sequence.request.request_id]
         self.speculation.forget(sequence)
-        self._prefix.withdraw_left(sequence)
+        self._prefix.withdraw_leftovers(sequence)
         if sequence.slot >= 0:
             self._prefix.withdraw(sequence, sequence.num_confirmed)
             self.waiting.settle(sequence, len(sequence.tokens) - sequence.num_at_start - sequence.num_expected)
@@ -439,7 +439,7 @@ class Scheduler:
         if self.window is not None:
             # whole tiles; steps run in order, so those in flight have read these pages before another sequence writes to them
             first_key = max(start - self.window, 0) // self.keys_per_tile * self.keys_per_tile
-            self._prefix.release_behind(sequence, first_key)
+            self._prefix.release_before_window(sequence, first_key)
 
     def _reclaim(self) -> None:
         """Preempt sequences until the others have room for their next tokens. Each needs one page at most."""

@@ -1,11 +1,11 @@
 """Modules by which a query chooses keys (DeepSeek-V3.2, arXiv:2512.02556, section 2.1), and how they choose from a paged cache.
 
     for module in find_indexers(model):
-        module.forward = SeatedIndexer(module, IndexerRotation("halves"))
+        module.forward = PatchedIndexer(module, IndexerRotation("halves"))
 
 An indexer computes some small queries, a key and weights for each token. It caches the key, scores the keys of all earlier
 tokens, and returns the places of the best keys, which its model passes to attention as `indices`. Indexers are not recognised
-by class name, but because their own code calls `update_indexer` of the cache. A `SeatedIndexer` computes queries, key and
+by class name, but because their own code calls `update_indexer` of the cache. A `PatchedIndexer` computes queries, key and
 weights with the module's own parts, and the batch that rides along chooses keys by them. Then `indices` are slots of the paged
 cache, and a model may pass them on to later layers, whose pages are the same (GLM). Without a batch, as in `generate`, the
 module's own code runs.
@@ -82,7 +82,7 @@ def indexer_layer(layer_idx: int) -> int:
 
 
 def require_parts(module: nn.Module) -> None:
-    """Raise UnsupportedModelError for an indexer whose parts or arguments are not those that `SeatedIndexer` works with."""
+    """Raise UnsupportedModelError for an indexer whose parts or arguments are not those that `PatchedIndexer` works with."""
     missing = [name for name in _PARTS if not hasattr(module, name)]
     if missing:
         raise UnsupportedModelError(
@@ -108,7 +108,7 @@ class IndexerRotation(NamedTuple):
     at_end: bool = False
 
 
-class SeatedIndexer:
+class PatchedIndexer:
     """The forward of an indexer that lets the batch that rides along choose the keys."""
 
     def __init__(self, module: nn.Module, rotation: IndexerRotation) -> None:
@@ -116,7 +116,7 @@ class SeatedIndexer:
         self.rotation = rotation
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return SeatedIndexer, (self.module, self.rotation)
+        return PatchedIndexer, (self.module, self.rotation)
 
     def __call__(
         self,

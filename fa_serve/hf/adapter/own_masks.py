@@ -1,6 +1,6 @@
 """Models that make masks in their own method, as fairseq's code did (Kosmos-2): in the engine's forward they make none.
 
-    seat_mask_makers(model)       # raises UnsupportedModelError for a method whose masks do more than apply causality
+    patch_mask_makers(model)       # raises UnsupportedModelError for a method whose masks do more than apply causality
 
 The method turns a padding mask of two dimensions into numbers that are added to the scores. A batch that rides along determines
 itself which keys each token sees, so `MaskMaker` passes on the empty mask of `paged_output`. Without a batch, as in
@@ -38,7 +38,7 @@ class MaskMaker:
         return mask
 
 
-def seat_mask_makers(model: nn.Module) -> bool:
+def patch_mask_makers(model: nn.Module) -> bool:
     """Give every module with such a method a `MaskMaker`. Returns whether there are any.
 
     Raises UnsupportedModelError for a method whose mask, without padding, does more than apply causality.

@@ -3,7 +3,7 @@
     watch_packs(model, counts_positions=False)               # once for each model and each part of it
 
 A hook before the forward looks for packed sequences in the arguments by which transformers knows them: `cu_seq_lens_q`,
-`seq_idx`, or positions that restart. It notes them in `packs.py`, where masks, attention and a `SeatedMixer` find them,
+`seq_idx`, or positions that restart. It notes them in `packs.py`, where masks, attention and a `PatchedMixer` find them,
 whatever the model hands down. A part of a model whose arguments tell no packed sequences has those of the model around it.
 
 Packed sequences that a model cannot follow are refused before anything is computed: because its positions cannot start again,
@@ -25,7 +25,7 @@ from transformers.masking_utils import find_packed_sequence_indices
 from transformers.utils.import_utils import is_tracing
 
 from fa_serve.hf.adapter.packs import Forward, Packs, refuse_untold_positions, running
-from fa_serve.hf.adapter.state_modules import SeatedMixer, find_state_modules
+from fa_serve.hf.adapter.state_modules import PatchedMixer, find_state_modules
 from fa_serve.spec import UnsupportedModelError
 
 _WORDS = "_fa_serve_words"
@@ -196,7 +196,7 @@ def _tell_states(model: Any, packs: Packs) -> None:
             refuse_untold_positions(model)
         return
     for module in _mixers(model):
-        if not isinstance(vars(module).get("forward"), SeatedMixer):
+        if not isinstance(vars(module).get("forward"), PatchedMixer):
             raise UnsupportedModelError(
                 f"packed sequences in {type(model).__name__} need fa_serve.patch(model) after its weights are loaded, because "
                 f"{type(module).__name__} would carry the state of one sequence into the next"

@@ -28,14 +28,14 @@ from fa_serve.hf.adapter.attention import riding
 from fa_serve.hf.adapter.composites import auto_class, blank_images, make_served, text_model
 from fa_serve.hf.adapter.gathered_keys import adds_bias_of_places, computes_attention
 from fa_serve.hf.adapter.gathered_keys_proof import steps_are_right
-from fa_serve.hf.adapter.indexers import IndexCall, IndexerRotation, SeatedIndexer, find_indexers, indexer_layer, require_parts
+from fa_serve.hf.adapter.indexers import IndexCall, IndexerRotation, PatchedIndexer, find_indexers, indexer_layer, require_parts
 from fa_serve.hf.adapter.masks import ImplicitMask, leaving_out_blocks
 from fa_serve.hf.adapter.models import NAME, check_class, counts_positions, handles_mask
-from fa_serve.hf.adapter.own_masks import seat_mask_makers
+from fa_serve.hf.adapter.own_masks import patch_mask_makers
 from fa_serve.hf.adapter.paged import OneSequence, first_position, number_from_zero, paged_output, state_argument
 from fa_serve.hf.adapter.releases import CHOOSING_LAYERS, PAGED_LAYERS
-from fa_serve.hf.adapter.short_choices import seat_short_choices
-from fa_serve.hf.adapter.state_modules import SeatedMixer, find_state_modules
+from fa_serve.hf.adapter.short_choices import patch_short_choices
+from fa_serve.hf.adapter.state_modules import PatchedMixer, find_state_modules
 from fa_serve.hf.adapter.step_cache import StateKey, StateProbe, StepCache, take_layer_idx
 from fa_serve.hf.adapter.translate import WINDOW_NOTE, LayerCall, spec_of
 from fa_serve.ops import StateSpec
@@ -267,8 +267,8 @@ def _probe(model: PreTrainedModel) -> ModelLayers:
         # with a padding mask transformers does not look for packed sequences, which it could not find on the meta device
         inputs: dict[str, Any] = {"attention_mask": torch.ones_like(token), **blank_images(model, 1)}
         # a model that computes with its masks gets tensors, which do not show a window: the config tells whether there is one
-        makes_masks = seat_mask_makers(model) or (handles_mask(config) and getattr(config, "sliding_window", None) is None)
-        chooses = seat_short_choices(model) is not None
+        makes_masks = patch_mask_makers(model) or (handles_mask(config) and getattr(config, "sliding_window", None) is None)
+        chooses = patch_short_choices(model) is not None
         if find_indexers(model):
             inputs["attention_mask"] = _masks_of_choosing(model, config)
         elif makes_masks:
@@ -277,7 +277,7 @@ def _probe(model: PreTrainedModel) -> ModelLayers:
         if name is not None:
             inputs[name] = _ProbeCache(config, probe.states)
         # the engine's batch determines which tokens attend both ways; in text there are none
-        with _seated(model), riding(probe), leaving_out_blocks():
+        with _patched(model), riding(probe), leaving_out_blocks():
             output = model.train(False)(input_ids=token, use_cache=True, fa_serve_batch=probe, **inputs)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{type(model).__name__} cannot run on a paged cache: {error}") from error
@@ -372,26 +372,26 @@ def _hands_positions_down(model: PreTrainedModel) -> bool:
 
 
 @contextmanager
-def _seated(model: PreTrainedModel) -> Iterator[None]:
-    """Inside, modules with states have a `SeatedMixer` as forward, and indexers a `SeatedIndexer`.
+def _patched(model: PreTrainedModel) -> Iterator[None]:
+    """Inside, modules with states have a `PatchedMixer` as forward, and indexers a `PatchedIndexer`.
 
     Raises UnsupportedModelError for a module that cannot have one.
     """
-    seated = []
+    patched = []
     try:
         for module in find_indexers(model):
             if "forward" not in vars(module):
                 require_parts(module)
                 # which numbers are rotated does not matter here, because no result is read
-                module.forward = SeatedIndexer(module, IndexerRotation("halves"))
-                seated.append(module)
+                module.forward = PatchedIndexer(module, IndexerRotation("halves"))
+                patched.append(module)
         for number, module in enumerate(find_state_modules(model)):
             if "forward" not in vars(module):
-                module.forward = SeatedMixer(module, number)
-                seated.append(module)
+                module.forward = PatchedMixer(module, number)
+                patched.append(module)
         yield
     finally:
-        for module in seated:
+        for module in patched:
             del module.forward
 
 

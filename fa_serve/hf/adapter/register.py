@@ -23,7 +23,7 @@ from fa_serve.hf.adapter.gathered_keys import computes_attention
 from fa_serve.hf.adapter.masks import mask_forward
 from fa_serve.hf.adapter.models import NAME, check_class, prepare_model, read_source
 from fa_serve.hf.surgery.experts.mixtures import experts_forward
-from fa_serve.hf.surgery.states import seat_states
+from fa_serve.hf.surgery.states import patch_states
 from fa_serve.spec import UnsupportedModelError
 
 log = logging.getLogger("fa_serve.hf")
@@ -57,7 +57,7 @@ def patch(model: PreTrainedModel) -> PreTrainedModel:
             read_in_one_call(type(part))
             part.config._attn_implementation = NAME
     try:
-        seat_states(model)
+        patch_states(model)
     except UnsupportedModelError as error:
         log.warning("recurrences are left to transformers: %s", error)
     return model

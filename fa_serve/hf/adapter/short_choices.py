@@ -1,6 +1,6 @@
 """Modules whose queries choose keys in sequences longer than a limit, and all keys in shorter ones (MiniMax M3, GLM 5 Next).
 
-    limit = seat_short_choices(model)     # tokens of a sequence up to which queries choose all keys; None without such modules
+    limit = patch_short_choices(model)     # tokens of a sequence up to which queries choose all keys; None without such modules
                                           # raises UnsupportedModelError for a module that leaves out keys of shorter sequences
 
 Such a module scores blocks or pools of keys and keeps the best ones. The engine cannot make this choice on a paged cache, but
@@ -128,7 +128,7 @@ def find_short_choices(model: nn.Module) -> Iterator[tuple[nn.Module, _Kind]]:
 
 
 @torch.no_grad()
-def seat_short_choices(model: PreTrainedModel) -> int | None:
+def patch_short_choices(model: PreTrainedModel) -> int | None:
     """Let the modules that choose keys make no choice while a batch rides along.
 
     Returns the number of tokens of a sequence up to which this is right, or None for a model without such modules.
@@ -154,7 +154,7 @@ def module_device(module: nn.Module) -> torch.device:
 
 
 def length_limit(model: PreTrainedModel) -> int | None:
-    """What `seat_short_choices` has returned for a model; None for a model that it has not been called for."""
+    """What `patch_short_choices` has returned for a model; None for a model that it has not been called for."""
     return cast("int | None", model.__dict__.get(_NOTE))
 
 

@@ -1,10 +1,10 @@
 """Modules of transformers' models that keep a recurrent or convolution state, and how their recurrences reach `fa_serve.ops`.
 
     for module in find_state_modules(model):
-        module.forward = SeatedMixer(module, number)
+        module.forward = PatchedMixer(module, number)
 
 Modules are not recognised by class name, but because their own code updates a state of the cache. That code calls functions of
-its modeling module by name, such as `causal_conv1d_fn`. A `SeatedMixer` runs the same code with other functions under these
+its modeling module by name, such as `causal_conv1d_fn`. A `PatchedMixer` runs the same code with other functions under these
 names. Nothing is replaced outside of the instance: another model of the same class stays as it is.
 
 The functions translate transformers' arguments into a `StateCall`. If an argument of the forward is a `StepCache`, its `states`
@@ -52,7 +52,7 @@ def find_state_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def exchanged_functions(module: nn.Module) -> list[str]:
-    """The names of the functions that a module calls and that `SeatedMixer` exchanges."""
+    """The names of the functions that a module calls and that `PatchedMixer` exchanges."""
     return sorted(FUNCTIONS.keys() & _names_of(module))
 
 
@@ -95,7 +95,7 @@ def reference_forward(module: nn.Module) -> Callable[..., Any]:
     )
 
 
-class SeatedMixer:
+class PatchedMixer:
     """The forward of a module with a state, with recurrences of `fa_serve.ops`.
 
     number:   index of the module in `find_state_modules`
@@ -117,8 +117,8 @@ class SeatedMixer:
         self._num_calls = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copying the module makes a SeatedMixer for the copy."""
-        return SeatedMixer, (self.module, self.number, self.uncalled)
+        """Copying the module makes a PatchedMixer for the copy."""
+        return PatchedMixer, (self.module, self.number, self.uncalled)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         cache = next((x for x in (*args, *kwargs.values()) if isinstance(x, StepCache)), None)

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from fa_serve import ops
 from fa_serve.hf.adapter.latent_keys import LatentKeys
-from fa_serve.hf.adapter.state_modules import SeatedMixer
+from fa_serve.hf.adapter.state_modules import PatchedMixer
 from fa_serve.hf.lora.divided import part_of_low_rank, whole_sizes
 from fa_serve.hf.lora.format import LoraAdapter, LowRank, is_finite
 from fa_serve.hf.lora.outer import AdaptedEmbedding, AdaptedHead, OuterModules
@@ -251,7 +251,7 @@ def uncalled_layers(model: nn.Module) -> frozenset[str]:
     return frozenset(
         f"{name}.{layer}"
         for name, module in model.named_modules()
-        if isinstance(mixer := vars(module).get("forward"), SeatedMixer)
+        if isinstance(mixer := vars(module).get("forward"), PatchedMixer)
         for layer in mixer.uncalled
     )
 

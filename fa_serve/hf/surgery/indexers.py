@@ -1,9 +1,9 @@
-"""Gives indexers the forward of `SeatedIndexer`, where that is proven to choose the same keys.
+"""Gives indexers the forward of `PatchedIndexer`, where that is proven to choose the same keys.
 
-    seat_indexers(model)             # raises UnsupportedModelError for a module that would choose other keys
+    patch_indexers(model)             # raises UnsupportedModelError for a module that would choose other keys
 
 In the proof, the own code of a float32 copy of a module ranks all visible keys for each of a few random tokens. In the order of
-this ranking, the scores of the seated form must never increase. All forms of rotary embedding are tried until one fits.
+this ranking, the scores of the patched form must never increase. All forms of rotary embedding are tried until one fits.
 
 Left out: which modules are indexers, and the values by which they choose (adapter/indexers.py).
 """
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from fa_serve.hf.adapter.indexers import IndexCall, IndexerRotation, SeatedIndexer, find_indexers, require_parts
+from fa_serve.hf.adapter.indexers import IndexCall, IndexerRotation, PatchedIndexer, find_indexers, require_parts
 from fa_serve.hf.surgery.proof import TOLERANCE, NotReplacedError, check_untouched, float32_copy, replace_forwards
 from fa_serve.ops import Pairing
 from fa_serve.spec import UnsupportedModelError
@@ -27,30 +27,30 @@ _ROTATIONS = tuple(IndexerRotation(pairing, at_end) for at_end in (False, True) 
 
 
 @torch.no_grad()
-def seat_indexers(model: PreTrainedModel) -> None:
-    """Give all indexers of a model the forward of `SeatedIndexer`. Indexers that already have it keep it.
+def patch_indexers(model: PreTrainedModel) -> None:
+    """Give all indexers of a model the forward of `PatchedIndexer`. Indexers that already have it keep it.
 
-    Raises UnsupportedModelError, with the module and the reason, if one of them cannot be seated.
+    Raises UnsupportedModelError, with the module and the reason, if one of them cannot be patched.
     """
-    found = [module for module in find_indexers(model) if not isinstance(vars(module).get("forward"), SeatedIndexer)]
+    found = [module for module in find_indexers(model) if not isinstance(vars(module).get("forward"), PatchedIndexer)]
     refused: list[str] = []
 
     def refuse(module: nn.Module, reason: str) -> None:
         refused.append(f"{type(module).__name__}: {reason}")
 
     if replace_forwards(found, _prove, refuse) < len(found):
-        unseat_indexers(model)
+        unpatch_indexers(model)
         raise UnsupportedModelError(f"{type(model).__name__} chooses keys in a way that is not known ({'; '.join(refused)})")
 
 
-def unseat_indexers(model: nn.Module) -> None:
+def unpatch_indexers(model: nn.Module) -> None:
     """Give indexers their own forward again."""
     for module in find_indexers(model):
-        if isinstance(vars(module).get("forward"), SeatedIndexer):
+        if isinstance(vars(module).get("forward"), PatchedIndexer):
             del module.forward
 
 
-def _prove(module: nn.Module) -> Callable[[nn.Module], SeatedIndexer]:
+def _prove(module: nn.Module) -> Callable[[nn.Module], PatchedIndexer]:
     """Find the form of a module's rotary embedding. Raises NotReplacedError if no form chooses the same keys as the module."""
     check_untouched(module)
     require_parts(module)
@@ -70,9 +70,9 @@ def _prove(module: nn.Module) -> Callable[[nn.Module], SeatedIndexer]:
     causal = torch.ones(1, _TOKENS, _TOKENS, dtype=torch.bool, device=device).tril()
     ranking = original(hidden, q_resid, embeddings, causal, None)
     for rotation in _ROTATIONS:
-        call = SeatedIndexer(original, rotation).call_of(hidden, q_resid, embeddings)
+        call = PatchedIndexer(original, rotation).call_of(hidden, q_resid, embeddings)
         if call.topk == _TOKENS and _ranks_alike(call, ranking[0].long()):
-            return lambda other, rotation=rotation: SeatedIndexer(other, rotation)  # type: ignore[misc]
+            return lambda other, rotation=rotation: PatchedIndexer(other, rotation)  # type: ignore[misc]
     raise NotReplacedError("its choice of keys would change")
 
 

@@ -1,6 +1,6 @@
 """Lets layers with latent attention that are not fused cache latent keys, if this is proven to change nothing.
 
-    seat_latent_keys(layers)
+    patch_latent_keys(layers)
 
 In the proof, the module's own code computes keys and values from random latent vectors and rotated keys. Scores and outputs for
 random queries and attention weights are computed from these keys and values, and again from the latent vectors and the module's
@@ -26,7 +26,7 @@ _TOKENS = 5
 
 
 @torch.no_grad()
-def seat_latent_keys(layers: Iterable[nn.Module]) -> None:
+def patch_latent_keys(layers: Iterable[nn.Module]) -> None:
     """Replace `expand_kv` of layers' attention with `LatentKeys` if it computes the same. The log says why a kind is left out.
 
     layers: modules of a model. Modules without such attention are ignored
@@ -47,7 +47,7 @@ def seat_latent_keys(layers: Iterable[nn.Module]) -> None:
             attention.expand_kv = LatentKeys(attention, _sizes_of(attention))
 
 
-def unseat_latent_keys(model: nn.Module) -> None:
+def unpatch_latent_keys(model: nn.Module) -> None:
     """Give modules with latent attention their own `expand_kv` again."""
     for module in model.modules():
         if isinstance(vars(module).get("expand_kv"), LatentKeys):

@@ -1,9 +1,9 @@
-"""Gives modules with a recurrent or convolution state the forward of `SeatedMixer`, if this is proven to change nothing.
+"""Gives modules with a recurrent or convolution state the forward of `PatchedMixer`, if this is proven to change nothing.
 
-    seat_states(model)               # raises UnsupportedModelError for a module that would compute something else
+    patch_states(model)               # raises UnsupportedModelError for a module that would compute something else
 
 The proof compares two forms of a float32 copy of a module. The reference computes whole sequences by transformers' code. The
-seated form computes the same sequences in steps of the engine: packed, in chunks that store states, one token at a time, with
+patched form computes the same sequences in steps of the engine: packed, in chunks that store states, one token at a time, with
 rejected draft tokens whose rows a later step overwrites, and across the end of a page. Memory that was not written is NaN, so a
 row that reads it differs.
 
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fa_serve import ops
-from fa_serve.hf.adapter.state_modules import SeatedMixer, find_state_modules, reference_forward
+from fa_serve.hf.adapter.state_modules import PatchedMixer, find_state_modules, reference_forward
 from fa_serve.hf.adapter.step_cache import ComputesStates, PagedStates, StateProbe, StepCache
 from fa_serve.hf.surgery.divide.weights import DIVIDED_MODULES, sums_paused
 from fa_serve.hf.surgery.proof import (
@@ -64,14 +64,14 @@ LENGTHS = (51, 21)
 
 
 @torch.no_grad()
-def seat_states(model: PreTrainedModel) -> None:
-    """Give all modules with a state the forward of `SeatedMixer`. Modules that already have it keep it.
+def patch_states(model: PreTrainedModel) -> None:
+    """Give all modules with a state the forward of `PatchedMixer`. Modules that already have it keep it.
 
-    Raises UnsupportedModelError, with the module and the reason, if one of them cannot be seated.
+    Raises UnsupportedModelError, with the module and the reason, if one of them cannot be patched.
     """
     modules = find_state_modules(model)
     numbers = {module: number for number, module in enumerate(modules)}
-    found = [module for module in modules if not isinstance(vars(module).get("forward"), SeatedMixer)]
+    found = [module for module in modules if not isinstance(vars(module).get("forward"), PatchedMixer)]
     if not found:
         return
     refused: list[str] = []
@@ -84,31 +84,31 @@ def seat_states(model: PreTrainedModel) -> None:
         for each in training:
             each.training = True
 
-    def prove(module: nn.Module) -> Callable[[nn.Module], SeatedMixer]:
+    def prove(module: nn.Module) -> Callable[[nn.Module], PatchedMixer]:
         if module not in inputs:
             raise NotReplacedError("it is not called in a forward")
         uncalled = _prove(module, inputs[module])
-        return lambda other: SeatedMixer(other, numbers[other], uncalled)
+        return lambda other: PatchedMixer(other, numbers[other], uncalled)
 
     def refuse(module: nn.Module, reason: str) -> None:
         refused.append(f"{type(module).__name__}: {reason}")
 
     with sums_paused(model):
-        seated = replace_forwards(found, prove, refuse)
-    if seated < len(found):
-        unseat_states(model)
+        patched = replace_forwards(found, prove, refuse)
+    if patched < len(found):
+        unpatch_states(model)
         raise UnsupportedModelError(f"{type(model).__name__} keeps states that cannot be paged ({'; '.join(refused)})")
 
 
-def unseat_states(model: nn.Module) -> None:
+def unpatch_states(model: nn.Module) -> None:
     """Give modules with a state their own forward again."""
     for module in model.modules():
-        if isinstance(vars(module).get("forward"), SeatedMixer):
+        if isinstance(vars(module).get("forward"), PatchedMixer):
             del module.forward
 
 
 def _prove(module: nn.Module, inputs: LayerInputs) -> frozenset[str]:
-    """Compare a float32 copy of a module with its seated form. Raises NotReplacedError if they differ.
+    """Compare a float32 copy of a module with its patched form. Raises NotReplacedError if they differ.
 
     Returns the names of those of its linear layers that its code does not call.
     """
@@ -117,19 +117,19 @@ def _prove(module: nn.Module, inputs: LayerInputs) -> frozenset[str]:
     wide = inputs.in_float32()
     hidden = [_mixed(wide.hidden[0], length, seed) for seed, length in enumerate(LENGTHS)]
     expected = [_run(reference_forward(original), wide, x, None) for x in hidden]
-    seated = SeatedMixer(original, 0)
+    patched = PatchedMixer(original, 0)
     linears = {linear: name for name, linear in original.named_modules() if isinstance(linear, nn.Linear)}
     called: set[nn.Module] = set()
     for linear in linears:
         linear.register_forward_pre_hook(lambda linear, _: called.add(linear))
-    if not all(results_agree(_run(seated, wide, x, None), wanted) for x, wanted in zip(hidden, expected, strict=True)):
+    if not all(results_agree(_run(patched, wide, x, None), wanted) for x, wanted in zip(hidden, expected, strict=True)):
         raise NotReplacedError("the results for whole sequences would change")
     probe = StateProbe()
-    _run(seated, wide, hidden[0][:1], probe)
+    _run(patched, wide, hidden[0][:1], probe)
     tensors = {key: _unwritten(spec, hidden[0].device) for key, spec in probe.found.items()}
     for number, step in enumerate(STEPS):
         rows = [_step_rows(x, part) for x, part in zip(hidden, step, strict=True)]
-        actual = _run(seated, wide, torch.cat(rows), PagedStates(tensors, _state_batch(step, hidden[0].device)))
+        actual = _run(patched, wide, torch.cat(rows), PagedStates(tensors, _state_batch(step, hidden[0].device)))
         for part, wanted, out in zip(step, expected, torch.split(actual, [len(x) for x in rows]), strict=True):
             if not results_agree(out[: part.wrong - part.first], wanted[part.first : part.wrong]):
                 raise NotReplacedError(f"the results of its linear attention would change (step {number + 1} of {len(STEPS)})")

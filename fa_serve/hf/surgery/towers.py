@@ -1,6 +1,6 @@
 """Modules of vision towers, replaced with forms that GPUs compute faster.
 
-    quicken_tower(model, beside=model.get_decoder())      # returns the number of modules that got another forward
+    speed_up_tower(model, beside=model.get_decoder())      # returns the number of modules that got another forward
 
 - Towers like that of Qwen2-VL get each patch of an image as a row, and apply a convolution whose kernel is as large as the
   patch. The output has a single position, so it equals a product of the row with the weights. PyTorch treats it as a
@@ -40,7 +40,7 @@ Convolution = nn.Conv2d | nn.Conv3d
 log = logging.getLogger("fa_serve.hf")
 
 
-def quicken_tower(model: nn.Module, beside: nn.Module | None = None) -> int:
+def speed_up_tower(model: nn.Module, beside: nn.Module | None = None) -> int:
     """Give modules of these kinds another forward, in place, if that is proven to compute the same. Returns how many got one.
 
     beside: a part of the model that is left out, such as the language model

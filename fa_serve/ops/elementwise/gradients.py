@@ -159,7 +159,7 @@ class RotaryGradientLayout:
 
 
 @triton.jit
-def _turned_weights(q_weight_ptr, k_weight_ptr, is_q, cols, keep, offset):
+def _norm_weights(q_weight_ptr, k_weight_ptr, is_q, cols, keep, offset):
     """[BLOCK_H, BLOCK]: for each head, the columns `cols` of the norm's weights for queries or for keys."""
     q_weight = tl.load(q_weight_ptr + cols, mask=keep, other=0.0).to(tl.float32)
     k_weight = tl.load(k_weight_ptr + cols, mask=keep, other=0.0).to(tl.float32)
@@ -246,9 +246,9 @@ def _rotary_gradients(
                 k_sums2 += tl.sum(tl.where(is_q, 0.0, d2 * x2), 0)
                 q_sums3 += tl.sum(tl.where(is_q, d3 * x3, 0.0), 0)
                 k_sums3 += tl.sum(tl.where(is_q, 0.0, d3 * x3), 0)
-            d1 *= _turned_weights(q_weight_ptr, k_weight_ptr, is_q, half, half < HALF, offset)
-            d2 *= _turned_weights(q_weight_ptr, k_weight_ptr, is_q, HALF + half, half < HALF, offset)
-            d3 *= _turned_weights(q_weight_ptr, k_weight_ptr, is_q, rest, rest < DIM, offset)
+            d1 *= _norm_weights(q_weight_ptr, k_weight_ptr, is_q, half, half < HALF, offset)
+            d2 *= _norm_weights(q_weight_ptr, k_weight_ptr, is_q, HALF + half, half < HALF, offset)
+            d3 *= _norm_weights(q_weight_ptr, k_weight_ptr, is_q, rest, rest < DIM, offset)
             mean = ((tl.sum(d1 * x1, 1) + tl.sum(d2 * x2, 1) + tl.sum(d3 * x3, 1)) / DIM)[:, None]
             d1 = scale * (d1 - x1 * mean)
             d2 = scale * (d2 - x2 * mean)

@@ -63,7 +63,7 @@ def torch_rotary_backward(
     found: list[Tensor | None] = []
     for place, norm in zip(places, (q_norm, k_norm), strict=True):
         part = heads[:, place]
-        turned = _turned_back(part, cos, sin)
+        turned = _rotated_back(part, cos, sin)
         dweight = None
         if norm is not None:
             assert qkv is not None
@@ -74,7 +74,7 @@ def torch_rotary_backward(
     return found[0], found[1]
 
 
-def _turned_back(x: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
+def _rotated_back(x: Tensor, cos: Tensor | None, sin: Tensor | None) -> Tensor:
     """x (total, heads, dim), the first 2 * cos.shape[1] elements of each head rotated by the negative angles."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     if cos is None or sin is None:

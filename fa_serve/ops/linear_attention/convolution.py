@@ -66,11 +66,11 @@ def _causal_conv(
     in_c = c < CHANNELS
 
     seq = sequences_of_rows(row, cu_ptr, num_seqs, BLOCK_SEQS)
-    behind = tl.load(cu_ptr + seq + 1, mask=seq >= 0, other=0)
-    end = tl.load(seqused_ptr + seq, mask=(seq >= 0) & (row < behind), other=0)
+    stop = tl.load(cu_ptr + seq + 1, mask=seq >= 0, other=0)
+    end = tl.load(seqused_ptr + seq, mask=(seq >= 0) & (row < stop), other=0)
     live = (end > 0) & (row < total)
     begin = tl.load(cu_ptr + seq, mask=live, other=0)
-    first = end - (behind - begin)
+    first = end - (stop - begin)
     start = first // PAGE * PAGE
     position = first + row - begin
     source = tl.load(source_ptr + seq, mask=live, other=-1).to(tl.int64)
@@ -79,7 +79,7 @@ def _causal_conv(
         slot = tl.load(slot_ptr + seq, mask=live, other=0).to(tl.int64)
     target = tl.zeros([BLOCK_M], tl.int64) - 1
     if target_ptr is not None:
-        filled = live & (behind - begin <= MOST) & (position + 1 == end // PAGE * PAGE) & (position >= start)
+        filled = live & (stop - begin <= MOST) & (position + 1 == end // PAGE * PAGE) & (position >= start)
         target = tl.load(target_ptr + seq, mask=filled, other=-1).to(tl.int64)
 
     acc = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
@@ -155,26 +155,26 @@ def _causal_conv_of_row(
     # if all sequences up to this row have one row, the number of the row is that of its sequence
     seq = tl.minimum(row, num_seqs - 1)
     begin = tl.load(cu_ptr + seq)
-    behind = tl.load(cu_ptr + seq + 1)
+    stop = tl.load(cu_ptr + seq + 1)
     end = tl.load(seqused_ptr + seq)
     source = tl.load(source_ptr + seq)
     slot = tl.zeros([], tl.int64)
     if tail_ptr is not None:
         slot = tl.load(slot_ptr + seq).to(tl.int64)
-    if (begin > row) | (behind <= row):
+    if (begin > row) | (stop <= row):
         begins = tl.zeros([BLOCK_SEQS], tl.int32)
         for low in range(0, num_seqs, BLOCK_SEQS):
             b = low + tl.arange(0, BLOCK_SEQS)
             begins += (tl.load(cu_ptr + b, mask=b < num_seqs, other=0x7FFFFFFF) <= row).to(tl.int32)
         seq = tl.sum(begins, 0) - 1
         begin = tl.load(cu_ptr + seq, mask=seq >= 0, other=0)
-        behind = tl.load(cu_ptr + seq + 1, mask=seq >= 0, other=0)
+        stop = tl.load(cu_ptr + seq + 1, mask=seq >= 0, other=0)
         end = tl.load(seqused_ptr + seq, mask=seq >= 0, other=0)
         source = tl.load(source_ptr + seq, mask=seq >= 0, other=-1)
         if tail_ptr is not None:
             slot = tl.load(slot_ptr + seq, mask=seq >= 0, other=0).to(tl.int64)
-    live = (row < behind) & (end > 0)
-    first = end - (behind - begin)
+    live = (row < stop) & (end > 0)
+    first = end - (stop - begin)
     start = first // PAGE * PAGE
     position = first + row - begin
     acc = tl.zeros([BLOCK_C], tl.float32)
@@ -209,7 +209,7 @@ def _causal_conv_of_row(
     if tail_ptr is not None:
         keep = in_c & live & (position >= end - RING)
         tl.store(tail_ptr + (slot * RING + position % RING) * CHANNELS + c, y, mask=keep)
-    if live & (behind - begin <= MOST) & (position + 1 == end // PAGE * PAGE) & (position >= start):
+    if live & (stop - begin <= MOST) & (position + 1 == end // PAGE * PAGE) & (position >= start):
         target = tl.load(target_ptr + seq).to(tl.int64)
         for tap in tl.static_range(1, WIDTH):
             y = _input_of_row(

@@ -79,8 +79,8 @@ def _conv_weight_gradients(
     for block in range(blocks):
         row = (part * blocks + block) * BLOCK_M + tl.arange(0, BLOCK_M)
         seq = sequences_of_rows(row, cu_ptr, num_seqs, BLOCK_SEQS)
-        behind = tl.load(cu_ptr + seq + 1, mask=seq >= 0, other=0)
-        live = (row < behind) & (row < total)
+        stop = tl.load(cu_ptr + seq + 1, mask=seq >= 0, other=0)
+        live = (row < stop) & (row < total)
         begin = tl.load(cu_ptr + seq, mask=live, other=0)
         keep = live[:, None] & in_c[None, :]
         d = tl.load(dout_ptr + row.to(tl.int64)[:, None] * stride_d + c[None, :], mask=keep, other=0.0).to(tl.float32)
@@ -131,16 +131,16 @@ def _conv_input_gradients(
     seq = tl.where(is_old, old // REACH, sequences_of_rows(row, cu_ptr, num_seqs, BLOCK_SEQS))
     exists = (seq >= 0) & (seq < num_seqs)
     begin = tl.load(cu_ptr + seq, mask=exists, other=0)
-    behind = tl.load(cu_ptr + seq + 1, mask=exists, other=0)
+    stop = tl.load(cu_ptr + seq + 1, mask=exists, other=0)
     row = tl.where(is_old, begin - REACH + old % REACH, row)
-    live = exists & (row < behind)
+    live = exists & (row < stop)
     acc = tl.zeros([BLOCK_M, BLOCK_C], tl.float32)
     for tap in tl.static_range(WIDTH):
         at = row + REACH - tap
-        keep = (exists & (at >= begin) & (at < behind))[:, None] & in_c[None, :]
+        keep = (exists & (at >= begin) & (at < stop))[:, None] & in_c[None, :]
         d = tl.load(inner_ptr + at.to(tl.int64)[:, None] * CHANNELS + c[None, :], mask=keep, other=0.0)
         acc += d * tl.load(weight_ptr + c * stride_w + tap, mask=in_c, other=0.0).to(tl.float32)[None, :]
-    kept = row - (behind - REACH)  # the row of the final state that holds this input
+    kept = row - (stop - REACH)  # the row of the final state that holds this input
     place = seq.to(tl.int64) * REACH + kept
     keep = (live & (kept >= 0))[:, None] & in_c[None, :]
     acc += tl.load(dfinal_ptr + place[:, None] * CHANNELS + c[None, :], mask=keep, other=0.0).to(tl.float32)

@@ -104,12 +104,12 @@ def _compute_few_rows(
 
     # the values that the host has sent: independent loads, so one round trip to memory
     begin = tl.load(cu_ptr + seq)
-    behind = tl.load(cu_ptr + seq + 1)
+    stop = tl.load(cu_ptr + seq + 1)
     end = tl.load(seqused_ptr + seq)
     source = tl.load(source_ptr + seq).to(tl.int64)
     target = tl.load(target_ptr + seq).to(tl.int64)
     slot = tl.load(slot_ptr + seq).to(tl.int64)
-    rows = behind - begin
+    rows = stop - begin
     live = (rows > 0) & (rows <= MOST) & (end > 0)
     first = end - rows
     start = first // PAGE * PAGE
@@ -186,7 +186,7 @@ def _compute_few_rows(
         )
     if PDL:
         tl.extra.cuda.gdc_wait()
-    clear_padding(out_ptr + head * DIM_V + x, in_x, begin, behind, end, seq == num_seqs - 1, total, HEADS * DIM_V)
+    clear_padding(out_ptr + head * DIM_V + x, in_x, begin, stop, end, seq == num_seqs - 1, total, HEADS * DIM_V)
     if not live:
         return
 

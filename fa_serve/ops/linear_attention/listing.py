@@ -65,11 +65,11 @@ def _list_sequences(
         exists = b < num_seqs
         if given_ptr is None:
             begin = b * seqlen
-            behind = begin + seqlen
+            stop = begin + seqlen
         else:
             begin = tl.load(given_ptr + b, mask=exists, other=0)
-            behind = tl.load(given_ptr + b + 1, mask=exists, other=0)
-        counts = tl.where(exists, (behind - begin + ROWS - 1) // ROWS, 0)
+            stop = tl.load(given_ptr + b + 1, mask=exists, other=0)
+        counts = tl.where(exists, (stop - begin + ROWS - 1) // ROWS, 0)
         ends = listed + tl.cumsum(counts, 0)
         passed = exists[None, :] & (ends[None, :] <= p[:, None])
         seq += tl.sum(passed.to(tl.int32), 1)
@@ -77,8 +77,8 @@ def _list_sequences(
         listed += tl.sum(counts, 0)
         if tl.program_id(0) == 0:
             tl.store(bounds_ptr + b, begin, mask=exists)
-            tl.store(bounds_ptr + b + 1, behind, mask=b == num_seqs - 1)
-            tl.store(lengths_ptr + b, behind - begin, mask=exists)
+            tl.store(bounds_ptr + b + 1, stop, mask=b == num_seqs - 1)
+            tl.store(lengths_ptr + b, stop - begin, mask=exists)
             tl.store(own_ptr + b, b, mask=exists)
             tl.store(none_ptr + b, tl.zeros([BLOCK_B], tl.int32) - 1, mask=exists)
 

@@ -59,12 +59,12 @@ class PieceOperands(NamedTuple):
     attn: Tensor
     w: Tensor | None
     u: Tensor
-    fades: Tensor
+    decays: Tensor
     states: Tensor | None
 
 
 @triton.jit
-def pieces_of_sequence(chunk_ptr, begin, behind, num_chunks):
+def pieces_of_sequence(chunk_ptr, begin, stop, num_chunks):
     """-> the number of a sequence's first piece, and how many pieces it has. They are adjacent in the table."""
     first_piece = 0
     count = 0
@@ -74,7 +74,7 @@ def pieces_of_sequence(chunk_ptr, begin, behind, num_chunks):
         first_row = tl.load(chunk_ptr + 4 * (low + entry), mask=listed, other=0)
         filled = tl.load(chunk_ptr + 4 * (low + entry) + 1, mask=listed, other=0) > 0
         first_piece += tl.sum((filled & (first_row < begin)).to(tl.int32), 0)
-        count += tl.sum((filled & (first_row >= begin) & (first_row < behind)).to(tl.int32), 0)
+        count += tl.sum((filled & (first_row >= begin) & (first_row < stop)).to(tl.int32), 0)
     return first_piece, count
 
 
@@ -85,7 +85,7 @@ def _pass_states(
     attn_ptr,
     w_ptr,
     u_ptr,
-    fades_ptr,
+    decays_ptr,
     states_ptr,
     d_ptr,
     read_ptr,
@@ -129,8 +129,8 @@ def _pass_states(
     key_head = head // (HEADS // KEY_HEADS)
 
     begin = tl.load(cu_ptr + seq)
-    behind = tl.load(cu_ptr + seq + 1)
-    first_piece, count = pieces_of_sequence(chunk_ptr, begin, behind, num_chunks)
+    stop = tl.load(cu_ptr + seq + 1)
+    first_piece, count = pieces_of_sequence(chunk_ptr, begin, stop, num_chunks)
     if count == 0:
         return
     end = tl.load(seqused_ptr + seq)
@@ -177,7 +177,7 @@ def _pass_states(
             attn = tl.load(attn_ptr + of_head * 4096 + i[:, None] * 64 + i[None, :])
             y = tl.dot(rounded, tl.trans(queries), input_precision=PRECISION)
             if not BY_CHANNEL:
-                y *= tl.load(fades_ptr + of_head * 128 + i)[None, :]
+                y *= tl.load(decays_ptr + of_head * 128 + i)[None, :]
             y = tl.dot(u.to(kind), tl.trans(attn), y, input_precision=PRECISION)
             if d_ptr is not None:
                 y += tl.load(d_ptr + head).to(tl.float32) * u
@@ -187,14 +187,14 @@ def _pass_states(
         keys = tl.load(keys_ptr + of_key_head + rows_of_keys)
         added = u
         if BY_CHANNEL:
-            state *= tl.load(fades_ptr + of_head * BLOCK_K + c)[None, :]
+            state *= tl.load(decays_ptr + of_head * BLOCK_K + c)[None, :]
         else:
-            state *= tl.load(fades_ptr + of_head * 128 + 63)
-            added = u * tl.load(fades_ptr + of_head * 128 + 64 + i)[None, :]
+            state *= tl.load(decays_ptr + of_head * 128 + 63)
+            added = u * tl.load(decays_ptr + of_head * 128 + 64 + i)[None, :]
         state = tl.dot(added.to(kind), keys, state, input_precision=PRECISION)
 
         if DELTA and tail_u_ptr is not None:
-            first_position = end - behind + first
+            first_position = end - stop + first
             if first_position + rows > end - RING:
                 position = first_position + i
                 ring = tl.load(slot_ptr + seq).to(tl.int64) * RING + position % RING
@@ -212,7 +212,7 @@ def _compute_outputs(
     queries_ptr,
     attn_ptr,
     u_ptr,
-    fades_ptr,
+    decays_ptr,
     states_ptr,
     v_ptr,
     d_ptr,
@@ -250,7 +250,7 @@ def _compute_outputs(
     u = tl.load(u_ptr + of_columns * (BLOCK_V * 64) + of_block[:, None] * 64 + i[None, :])
     y = tl.dot(queries, tl.trans(state), input_precision=PRECISION)  # [64, BLOCK_V]
     if not BY_CHANNEL:
-        y *= tl.load(fades_ptr + of_head * 128 + i)[:, None]
+        y *= tl.load(decays_ptr + of_head * 128 + i)[:, None]
     y = tl.dot(attn, tl.trans(u), y, input_precision=PRECISION)
     row = (first + i).to(tl.int64)
     here = (i < rows)[:, None] & (x < DIM_V)[None, :]
@@ -331,7 +331,7 @@ def _run_slabs(slabs: list[tuple[Any, tuple[Any, ...]]], device: torch.device) -
                 run(stage, given)
         return
     main = torch.cuda.current_stream(device)
-    beside = _stream_beside(device)
+    beside = _side_stream(device)
     passed = []
     for run, tensors in slabs:
         run(0, tensors[0])
@@ -346,7 +346,7 @@ def _run_slabs(slabs: list[tuple[Any, tuple[Any, ...]]], device: torch.device) -
 
 
 @lru_cache(maxsize=16)
-def _stream_beside(device: torch.device) -> torch.cuda.Stream:
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
     """The second stream. It has a higher priority; programs of the main stream fill the multiprocessors that it leaves free."""
     return torch.cuda.Stream(device, priority=-1)
 
@@ -363,7 +363,7 @@ def _allocate_operands(k: Tensor, v: Tensor, g: Tensor | None, pieces: int, tile
         attn=k.new_empty(pieces, heads, PIECE_ROWS, PIECE_ROWS),
         w=None if g is None else k.new_empty(pieces, heads, PIECE_ROWS, block_k),
         u=k.new_empty(pieces, heads, columns, PIECE_ROWS),
-        fades=k.new_empty(pieces, heads, block_k if by_channel else 2 * PIECE_ROWS, dtype=torch.float32),
+        decays=k.new_empty(pieces, heads, block_k if by_channel else 2 * PIECE_ROWS, dtype=torch.float32),
         states=None if tile.outputs_in_loop else k.new_empty(pieces, heads, columns, block_k),
     )
 

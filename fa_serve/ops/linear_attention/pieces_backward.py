@@ -34,7 +34,7 @@ from fa_serve.ops.linear_attention.tiles import MIN_COLUMNS, PiecesTile
 def _prepare_gradients(
     dout_ptr,
     attn_ptr,
-    fades_ptr,
+    decays_ptr,
     chunk_ptr,
     du_ptr,
     dy_ptr,
@@ -69,8 +69,8 @@ def _prepare_gradients(
     if BY_CHANNEL:
         tl.store(dy_ptr + place, tl.trans(d))
     else:
-        faded = tl.trans(d).to(tl.float32) * tl.load(fades_ptr + of_head * 128 + i)[None, :]
-        tl.store(dy_ptr + place, faded.to(attn.dtype))
+        decayed = tl.trans(d).to(tl.float32) * tl.load(decays_ptr + of_head * 128 + i)[None, :]
+        tl.store(dy_ptr + place, decayed.to(attn.dtype))
 
 
 @triton.jit(do_not_specialize=["num_chunks"])
@@ -78,7 +78,7 @@ def _pass_gradients(
     keys_ptr,
     queries_ptr,
     w_ptr,
-    fades_ptr,
+    decays_ptr,
     dy_ptr,
     du_ptr,
     dstates_ptr,
@@ -126,13 +126,13 @@ def _pass_gradients(
         tl.store(dstates_ptr + of_columns * (BLOCK_V * BLOCK_K) + of_block[:, None] * BLOCK_K + c[None, :], rounded)
         du = tl.dot(rounded, tl.trans(keys), input_precision=PRECISION)
         if not BY_CHANNEL:
-            du *= tl.load(fades_ptr + of_head * 128 + 64 + i)[None, :]
+            du *= tl.load(decays_ptr + of_head * 128 + 64 + i)[None, :]
         du += tl.load(du_ptr + of_columns * (BLOCK_V * 64) + rows_of_u).to(tl.float32)
         tl.store(du_ptr + of_columns * (BLOCK_V * 64) + rows_of_u, du.to(kind))
         if BY_CHANNEL:
-            d *= tl.load(fades_ptr + of_head * BLOCK_K + c)[None, :]
+            d *= tl.load(decays_ptr + of_head * BLOCK_K + c)[None, :]
         else:
-            d *= tl.load(fades_ptr + of_head * 128 + 63)
+            d *= tl.load(decays_ptr + of_head * 128 + 63)
         dy = tl.load(dy_ptr + of_columns * (BLOCK_V * 64) + rows_of_u)
         queries = tl.load(queries_ptr + of_key_head + rows_of_keys)
         d = tl.dot(dy, queries, d, input_precision=PRECISION)
@@ -165,7 +165,7 @@ def _finish_gradients(
     queries_ptr,
     attn_ptr,
     u_ptr,
-    fades_ptr,
+    decays_ptr,
     states_ptr,
     inverse_ptr,
     du_ptr,
@@ -246,8 +246,8 @@ def _finish_gradients(
     keys = tl.load(keys_ptr + of_key_head)
     queries = tl.load(queries_ptr + of_key_head)
     between = tl.exp(tl.minimum(sums[:, None] - sums[None, :], 0.0))
-    to_row = tl.load(fades_ptr + of_head * 128 + i)
-    to_end = tl.load(fades_ptr + of_head * 128 + 64 + i)
+    to_row = tl.load(decays_ptr + of_head * 128 + i)
+    to_end = tl.load(decays_ptr + of_head * 128 + 64 + i)
     # gradients through the state before the piece, the state after it, and w
     dq *= to_row[:, None]
     dsums = tl.sum(dq * queries.to(tl.float32), 1)
@@ -315,8 +315,8 @@ def delta_rule_gradients(
     dv = v.new_zeros(v.shape)
     dg = torch.zeros_like(g, memory_format=torch.contiguous_format)
     dbeta = torch.zeros_like(beta, memory_format=torch.contiguous_format)
-    of_prepare = (dout, operands.attn, operands.fades, batch.chunks, du, dy)
-    passed = (operands.keys, operands.queries, operands.w, operands.fades, dy, du, dstates, dfinal, dbegin)
+    of_prepare = (dout, operands.attn, operands.decays, batch.chunks, du, dy)
+    passed = (operands.keys, operands.queries, operands.w, operands.decays, dy, du, dstates, dfinal, dbegin)
     needed = (*operands[:3], *operands[4:], inverse, du, dstates)
     of_finish = (q, k, v, g, beta, dout, batch.chunks, *needed, dq, dk, dv, dg, dbeta)
     strides = tuple([x.stride(0) for x in (q, k, v, g, beta, dout)])

@@ -108,7 +108,7 @@ def _prepare_pieces(
     attn_ptr,
     w_ptr,
     u_ptr,
-    fades_ptr,
+    decays_ptr,
     inverse_ptr,
     scale,
     limit_low,
@@ -178,13 +178,13 @@ def _prepare_pieces(
             there = (other < rows)[:, None] & in_c[None, :]
             key = tl.load(k_ptr + at[:, None] * stride_k + key_head * DIM + c[None, :], mask=there, other=0.0)
             sum_there = tl.load(sums_ptr + (at * HEADS + head)[:, None] * DIM + c[None, :], mask=there, other=0.0)
-            faded = normalised_rows(key, NORMALISE) * tl.exp(tl.minimum(sums - sum_there, 0.0))
+            decayed = normalised_rows(key, NORMALISE) * tl.exp(tl.minimum(sums - sum_there, 0.0))
             column = other[:, None] == i[None, :]
-            alike = tl.where(column, tl.sum(keys * faded, 1)[:, None], alike)
-            attn = tl.where(column, tl.sum(queries * faded, 1)[:, None], attn)
+            alike = tl.where(column, tl.sum(keys * decayed, 1)[:, None], alike)
+            attn = tl.where(column, tl.sum(queries * decayed, 1)[:, None], attn)
         from_begin = (keys * tl.exp(sums)).to(kind)
         whole = tl.load(sums_ptr + ((begin + rows - 1).to(tl.int64) * HEADS + head) * DIM + c, mask=in_c, other=0.0)
-        tl.store(fades_ptr + of_head * BLOCK_K + c, tl.exp(whole))
+        tl.store(decays_ptr + of_head * BLOCK_K + c, tl.exp(whole))
         to_end = keys * tl.exp(tl.minimum(whole[None, :] - sums, 0.0))
         tl.store(keys_ptr + of_head * (64 * BLOCK_K) + rows_of_keys, to_end.to(kind))
         tl.store(queries_ptr + of_head * (64 * BLOCK_K) + rows_of_keys, (queries * tl.exp(sums)).to(kind))
@@ -208,8 +208,8 @@ def _prepare_pieces(
             attn *= weights[None, :]
         to_row = tl.exp(sums)
         to_end = tl.exp(tl.minimum(tl.sum(gates, 0) - sums, 0.0))
-        tl.store(fades_ptr + of_head * 128 + i, to_row)
-        tl.store(fades_ptr + of_head * 128 + 64 + i, to_end if DELTA else to_end * weights)
+        tl.store(decays_ptr + of_head * 128 + i, to_row)
+        tl.store(decays_ptr + of_head * 128 + 64 + i, to_end if DELTA else to_end * weights)
 
     attn = tl.where(i[:, None] >= i[None, :], attn, 0.0)
     tl.store(attn_ptr + of_head * 4096 + i[:, None] * 64 + i[None, :], attn.to(kind))

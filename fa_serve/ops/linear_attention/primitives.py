@@ -50,18 +50,18 @@ def sequences_of_rows(row, cu_ptr, num_seqs, BLOCK_SEQS: tl.constexpr):
 
 
 @triton.jit
-def clear_padding(cells, keep, begin, behind, end, is_last, total, stride):
+def clear_padding(cells, keep, begin, stop, end, is_last, total, stride):
     """Write 0 to the outputs of a sequence that pads a CUDA graph, and to the rows past the last sequence, because the rest of
     the model reads them.
 
     cells, keep:   addresses of the program's numbers in row 0, and which of them exist
-    begin, behind: the first row of the sequence, and the row past its last one
+    begin, stop: the first row of the sequence, and the row past its last one
     end:           the length of the sequence, 0 for padding
     is_last:       whether it is the last sequence, which also clears the rows up to `total`
     stride:        from row to row
     """
-    first = tl.where(end == 0, begin, behind)
-    last = tl.where(is_last, total, behind)
+    first = tl.where(end == 0, begin, stop)
+    last = tl.where(is_last, total, stop)
     for i in range(last - first):
         tl.store(cells + (first + i).to(tl.int64) * stride, tl.zeros(cells.shape, cells.dtype.element_ty), mask=keep)
 

@@ -82,10 +82,10 @@ def _scan_channels(
     c = column * BLOCK_C + tl.arange(0, BLOCK_C)
     in_c = c < CHANNELS
     begin = tl.load(cu_ptr + seq)
-    behind_rows = tl.load(cu_ptr + seq + 1)
-    rows = behind_rows - begin
+    stop = tl.load(cu_ptr + seq + 1)
+    rows = stop - begin
     end = tl.load(seqused_ptr + seq)
-    clear_padding(out_ptr + c, in_c, begin, behind_rows, end, seq == num_seqs - 1, total, CHANNELS)
+    clear_padding(out_ptr + c, in_c, begin, stop, end, seq == num_seqs - 1, total, CHANNELS)
     if (rows == 0) | (end == 0):
         return
     first = end - rows
@@ -157,17 +157,17 @@ def _scan_channels(
         state = tl.sum(tl.where((t == BLOCK_T - 1)[:, None, None], states, 0.0), 0)
 
         if not FUNCTIONAL:
-            behind = low + BLOCK_T
+            block_stop = low + BLOCK_T
             page = tl.full([], -1, tl.int64)
-            if (rows <= MOST) & (behind == end // PAGE * PAGE):
+            if (rows <= MOST) & (block_stop == end // PAGE * PAGE):
                 page = target
-            if (rows > MOST) & (behind % PAGE == 0) & (behind <= end):
+            if (rows > MOST) & (block_stop % PAGE == 0) & (block_stop <= end):
                 entry = tl.arange(0, 128)
                 for chunk in range(0, num_chunks, 128):
                     listed = chunk + entry < num_chunks
                     at = chunk_ptr + 4 * (chunk + entry)
                     last = tl.load(at, mask=listed, other=0) + tl.load(at + 1, mask=listed, other=0)
-                    same = listed & (tl.load(at + 1, mask=listed, other=0) > 0) & (last == begin + behind - first)
+                    same = listed & (tl.load(at + 1, mask=listed, other=0) > 0) & (last == begin + block_stop - first)
                     page = tl.maximum(page, tl.max(tl.where(same, tl.load(at + 3, mask=listed, other=-1), -1), 0).to(tl.int64))
             if page >= 0:
                 tl.store(write_ptr + page * (CHANNELS * SIZE) + square, state, mask=in_square)

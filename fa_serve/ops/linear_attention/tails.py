@@ -206,20 +206,20 @@ def add_tile(
 
     after: sum of the log gates after the tile, up to the row; it is returned with the gates of the tile added
     """
-    faded = keys
+    decayed = keys
     factor = weights
     if BY_CHANNEL:
-        faded *= tl.exp(tl.cumsum(gates, 0, reverse=True) - gates + after[None, :])
+        decayed *= tl.exp(tl.cumsum(gates, 0, reverse=True) - gates + after[None, :])
     else:
         factor *= tl.exp(tl.cumsum(gates, 0, reverse=True) - gates + after)
     after += tl.sum(gates, 0)
     if NORMALISE:
         factor *= tl.rsqrt(tl.sum(keys * keys, 1) + L2NORM_EPS)
     if DELTA:
-        of_key, of_query = tl.reduce((faded * key[None, :], faded * query[None, :]), 1, _add_pairs)
+        of_key, of_query = tl.reduce((decayed * key[None, :], decayed * query[None, :]), 1, _add_pairs)
         part_of_known += (of_key * factor)[:, None] * u
     else:
-        of_query = tl.sum(faded * query[None, :], 1)
+        of_query = tl.sum(decayed * query[None, :], 1)
     part_of_out += (of_query * factor)[:, None] * u
     return part_of_known, part_of_out, after
 

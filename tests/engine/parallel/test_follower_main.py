@@ -8,7 +8,7 @@ import pytest
 
 from fa_serve.engine import AsyncEngine, Engine, EngineConfig, open_engine
 from fa_serve.engine.parallel import follower_main
-from fa_serve.engine.parallel.follower_main import follow_if_told
+from fa_serve.engine.parallel.follower_main import follow_if_not_rank_0
 from fa_serve.engine.parallel.torchrun import KEY, Torchrun
 from fa_serve.spec import ParameterError
 
@@ -50,12 +50,12 @@ async def start(config: EngineConfig) -> None:
 
 def test_entry_points_follow_rank_0(rank: Any) -> None:
     rank(1)
-    for enter in (follow_if_told, open_engine, lambda config: start(config).send(None)):
+    for enter in (follow_if_not_rank_0, open_engine, lambda config: start(config).send(None)):
         with pytest.raises(FollowedError) as followed:
             enter(TWO)
         assert followed.value.args == ("connection of rank 1", 1)
     rank(0)
-    follow_if_told(TWO)
+    follow_if_not_rank_0(TWO)
 
 
 def test_a_constructor_returns_or_raises(rank: Any) -> None:

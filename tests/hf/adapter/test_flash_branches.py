@@ -34,7 +34,7 @@ def test_each_layer_of_a_tower_makes_one_call(name: str, monkeypatch: pytest.Mon
     interface = sys.modules["transformers"].AttentionInterface  # type: ignore[attr-defined]
     monkeypatch.setitem(interface._global_mapping, "fa_serve", count)
     # the form of attention that a reader gives to towers calls no interface
-    together = ImageReader(model, quickens=False)._encode_joined(images, 0)
+    together = ImageReader(model, speeds_up=False)._encode_joined(images, 0)
     layers = next(x for x in model.modules() if "VisionBlock" in type(x).__name__ or "EncoderLayer" in type(x).__name__)
     assert len(calls) == sum(type(x) is type(layers) for x in model.modules())
     assert all(len(borders) > 2 for borders in calls), "both images are in one call"

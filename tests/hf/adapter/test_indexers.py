@@ -8,7 +8,7 @@ from hf_families import BY_NAME, tokens
 
 from fa_serve import hf
 from fa_serve.hf.adapter.indexers import find_indexers, indexer_layer
-from fa_serve.hf.surgery.indexers import seat_indexers
+from fa_serve.hf.surgery.indexers import patch_indexers
 from fa_serve.spec import UnsupportedModelError
 
 
@@ -32,7 +32,7 @@ def test_a_batch_that_cannot_choose_is_refused() -> None:
             raise AssertionError
 
     model = hf.patch(BY_NAME["deepseek-v3.2"].build())
-    seat_indexers(model)
+    patch_indexers(model)
     ids = tokens(1, 4)[0]
     with pytest.raises(UnsupportedModelError, match="lets its queries choose keys, which Attends cannot do"):
         hf.paged_forward(model, ids, torch.arange(4), Attends(), torch.arange(4))

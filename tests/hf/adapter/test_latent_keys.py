@@ -11,7 +11,7 @@ from hf_families import BY_NAME, assert_same, check_pages, tokens
 from fa_serve import hf
 from fa_serve.hf.adapter.latent_keys import LatentKeys
 from fa_serve.hf.adapter.paged import OneSequence
-from fa_serve.hf.surgery.latent_keys import seat_latent_keys, unseat_latent_keys
+from fa_serve.hf.surgery.latent_keys import patch_latent_keys, unpatch_latent_keys
 
 
 @pytest.mark.parametrize("name", ["deepseek-v3.2", "a.x-k2", "deepseek-v3"])
@@ -23,8 +23,8 @@ def test_a_model_computes_the_same_with_pages_and_without(name: str, monkeypatch
     ids = tokens(1, 12)
     expected = model(ids).logits
     model = hf.patch(model)
-    hf.seat_indexers(model)
-    seat_latent_keys(model.modules())
+    hf.patch_indexers(model)
+    patch_latent_keys(model.modules())
     for each in (model, copy.deepcopy(model)):
         places = torch.arange(12)
         assert_same(hf.paged_forward(each, ids[0], places, OneSequence(), places), expected[0])
@@ -32,13 +32,13 @@ def test_a_model_computes_the_same_with_pages_and_without(name: str, monkeypatch
         attention = each.model.layers[0].self_attn
         assert isinstance(attention.expand_kv, LatentKeys)
         assert attention.expand_kv.module is attention
-    unseat_latent_keys(model)
+    unpatch_latent_keys(model)
     check_pages(model, eager)  # whose pages hold keys and values of all heads
 
 
 def test_a_key_is_taken_once() -> None:
     attention = BY_NAME["deepseek-v3.2"].build().model.layers[0].self_attn
-    seat_latent_keys([torch.nn.ModuleDict({"self_attn": attention})])
+    patch_latent_keys([torch.nn.ModuleDict({"self_attn": attention})])
     latent = attention.expand_kv
 
     class OnPages:

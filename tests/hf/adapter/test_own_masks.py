@@ -11,15 +11,15 @@ from every_type import tiny_model
 from torch import Tensor, nn
 
 from fa_serve.hf.adapter.attention import riding
-from fa_serve.hf.adapter.own_masks import MaskMaker, seat_mask_makers
+from fa_serve.hf.adapter.own_masks import MaskMaker, patch_mask_makers
 from fa_serve.hf.adapter.paged import OneSequence
 from fa_serve.spec import UnsupportedModelError
 
 
 def test_a_batch_that_rides_along_makes_no_mask() -> None:
     model: Any = tiny_model("kosmos-2").text_model
-    assert seat_mask_makers(model)
-    assert not seat_mask_makers(nn.Linear(1, 1))
+    assert patch_mask_makers(model)
+    assert not patch_mask_makers(nn.Linear(1, 1))
     inner = model.model
     embeds = torch.zeros(1, 3, 4)
     given = torch.ones(1, 3, dtype=torch.int64)
@@ -39,4 +39,4 @@ def test_a_mask_that_says_more_is_refused() -> None:
             return torch.where(seen > 0, 0.0, torch.finfo(torch.float32).min)
 
     with pytest.raises(UnsupportedModelError, match="Windowed makes masks that do more than apply causality"):
-        seat_mask_makers(Windowed())
+        patch_mask_makers(Windowed())

@@ -20,8 +20,8 @@ from transformers import DynamicCache, PreTrainedModel, StaticCache
 
 import fa_serve
 from fa_serve.hf.adapter.packs import running
-from fa_serve.hf.adapter.state_modules import SeatedMixer, find_state_modules
-from fa_serve.hf.surgery.states import unseat_states
+from fa_serve.hf.adapter.state_modules import PatchedMixer, find_state_modules
+from fa_serve.hf.surgery.states import unpatch_states
 from fa_serve.spec import UnsupportedModelError
 
 FIRST = 9
@@ -55,7 +55,7 @@ def packed(ids: Tensor, how: str) -> dict[str, Any]:
 @torch.no_grad()
 def test_padding_and_packing_change_no_sequence(family: Family) -> None:
     eager, ours = pair(family.name)
-    assert all(isinstance(x.forward, SeatedMixer) for x in find_state_modules(ours))
+    assert all(isinstance(x.forward, PatchedMixer) for x in find_state_modules(ours))
     ids = tokens(3, 24)
     mask = padding_mask("left")
     expected = eager(input_ids=ids, attention_mask=mask).logits
@@ -110,7 +110,7 @@ def test_packed_sequences_without_a_seat_are_refused() -> None:
     """As a model that was loaded with the name of the implementation, whose weights were not there when it was made."""
     _, ours = pair("jamba")
     loaded = copy.deepcopy(ours)
-    unseat_states(loaded)
+    unpatch_states(loaded)
     ids = tokens(3, 24)
     assert_near(loaded(input_ids=ids).logits, ours(input_ids=ids).logits)
     with pytest.raises(UnsupportedModelError, match=r"packed sequences in Jamba.* need fa_serve.patch\(model\) after"):

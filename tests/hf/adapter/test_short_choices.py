@@ -12,7 +12,7 @@ from fa_serve import BlockLists, patch
 from fa_serve.engine import Engine, EngineConfig
 from fa_serve.hf.adapter import attention
 from fa_serve.hf.adapter.releases import cache_argument
-from fa_serve.hf.adapter.short_choices import find_short_choices, length_limit, seat_short_choices
+from fa_serve.hf.adapter.short_choices import find_short_choices, length_limit, patch_short_choices
 from fa_serve.spec import ParameterError, UnsupportedModelError
 
 BLOCKS = {"text_config": {"index_block_size": 4, "index_topk_blocks": 2}}
@@ -22,7 +22,7 @@ BLOCKS = {"text_config": {"index_block_size": 4, "index_topk_blocks": 2}}
 def test_up_to_which_length_all_keys_are_chosen(name: str, limit: int | None) -> None:
     model = tiny_model(name)
     assert length_limit(model) is None
-    assert seat_short_choices(model) == limit
+    assert patch_short_choices(model) == limit
     assert length_limit(model) == limit
     assert len(list(find_short_choices(model))) == (limit is not None)
 
@@ -38,7 +38,7 @@ def test_longer_sequences_are_refused() -> None:
 def test_a_choice_that_leaves_out_keys_before_is_refused() -> None:
     model = tiny_model("glm5_next", {"text_config": {"index_kpool_always_select_tail": False}})
     with pytest.raises(UnsupportedModelError, match="Glm5NextTextIndexer leaves out keys of sequences of 24 tokens"):
-        seat_short_choices(model)
+        patch_short_choices(model)
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from fa_serve import hf
 from fa_serve.hf.adapter.releases import CACHE_NAMES
-from fa_serve.hf.adapter.state_modules import SeatedMixer, convolution, exchanged_functions, find_state_modules
+from fa_serve.hf.adapter.state_modules import PatchedMixer, convolution, exchanged_functions, find_state_modules
 from fa_serve.spec import UnsupportedModelError
 
 
@@ -31,14 +31,14 @@ def test_modules_are_found_by_what_their_code_calls() -> None:
 
 @torch.no_grad()
 def test_a_seat_is_that_of_one_instance() -> None:
-    """Its module and its class stay as they are, and a copy of the module has another seat."""
+    """Its module and its class stay as they are, and a copy of the module has another patched forward."""
     model = BY_NAME["qwen3.5"].build()
     before = modeling_qwen3_5.causal_conv1d_fn
     ids = tokens(2, 9)
     expected = model(input_ids=ids).logits
     mixers = find_state_modules(model)
     for number, mixer in enumerate(mixers):
-        mixer.forward = SeatedMixer(mixer, number)
+        mixer.forward = PatchedMixer(mixer, number)
     assert modeling_qwen3_5.causal_conv1d_fn is before
     torch.testing.assert_close(model(input_ids=ids).logits, expected, atol=1e-4, rtol=1e-4)
     other = copy.deepcopy(model)
@@ -58,7 +58,7 @@ def test_a_seat_takes_a_cache_by_each_name_that_releases_have_for_it(name: str) 
     cache = DynamicCache(config=model.config)
     hidden = torch.randn(1, 5, 64, generator=torch.Generator().manual_seed(0))
     expected = mixer(hidden)
-    torch.testing.assert_close(SeatedMixer(mixer, 0)(hidden, **{name: cache}), expected, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(PatchedMixer(mixer, 0)(hidden, **{name: cache}), expected, atol=1e-5, rtol=1e-4)
     assert cache.has_previous_state(mixer.layer_idx)
 
 
@@ -73,7 +73,7 @@ class Keeper(nn.Module):
 def test_a_module_that_calls_no_known_function_has_no_seat() -> None:
     assert find_state_modules(nn.Sequential(Keeper()))
     with pytest.raises(UnsupportedModelError, match="Keeper keeps a state with code that fa_serve cannot replace"):
-        SeatedMixer(Keeper(), 0)
+        PatchedMixer(Keeper(), 0)
 
 
 def test_an_activation_that_is_not_known() -> None:

@@ -1,4 +1,4 @@
-"""Indexers are seated where that is proven to choose the same keys, and a module that would choose others is refused."""
+"""Indexers are patched where that is proven to choose the same keys, and a module that would choose others is refused."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fa_serve import hf
 from fa_serve.hf.adapter.indexers import IndexerRotation, find_indexers
 from fa_serve.hf.adapter.paged import OneSequence
 from fa_serve.hf.surgery.divide.plan import plan_division
-from fa_serve.hf.surgery.indexers import seat_indexers, unseat_indexers
+from fa_serve.hf.surgery.indexers import patch_indexers, unpatch_indexers
 from fa_serve.spec import UnsupportedModelError
 
 NAMES = {
@@ -24,24 +24,24 @@ NAMES = {
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_seated_indexers_choose_what_the_model_does(name: str) -> None:
+def test_patched_indexers_choose_what_the_model_does(name: str) -> None:
     """Also those of a copy, and `generate` runs the model's own code."""
     model = BY_NAME[name].build()
     ids = tokens(1, LENGTH)
     with torch.no_grad():
         expected = model(ids).logits
     model = hf.patch(model)
-    seat_indexers(model)
-    seated = [module.forward for module in find_indexers(model)]
-    assert [forward.rotation for forward in seated] == [NAMES[name]] * len(seated)
-    seat_indexers(model)
-    assert [module.forward for module in find_indexers(model)] == seated
+    patch_indexers(model)
+    patched = [module.forward for module in find_indexers(model)]
+    assert [forward.rotation for forward in patched] == [NAMES[name]] * len(patched)
+    patch_indexers(model)
+    assert [module.forward for module in find_indexers(model)] == patched
     places = torch.arange(LENGTH)
     for each in (model, copy.deepcopy(model)):
         with torch.no_grad():
             assert_same(hf.paged_forward(each, ids[0], places, OneSequence(), places), expected[0])
             assert_same(each(ids).logits, expected)
-    unseat_indexers(model)
+    unpatch_indexers(model)
     assert not any("forward" in vars(module) for module in find_indexers(model))
 
 
@@ -60,14 +60,14 @@ def test_an_indexer_that_would_choose_other_keys_is_refused() -> None:
     with pytest.raises(
         UnsupportedModelError, match=r"chooses keys in a way that is not known .*its choice of keys would change"
     ):
-        seat_indexers(model)
+        patch_indexers(model)
     assert not any("forward" in vars(module) for module in find_indexers(model))
 
 
 def test_an_indexer_of_other_parts_is_refused() -> None:
     model = hf.patch(BY_NAME["deepseek-v3.2"].build())
     del find_indexers(model)[0].softmax_scale
-    for refuses in (seat_indexers, hf.model_layers):
+    for refuses in (patch_indexers, hf.model_layers):
         with pytest.raises(UnsupportedModelError, match="code that fa_serve cannot replace: it has no softmax_scale"):
             refuses(model)
 
@@ -82,7 +82,7 @@ def test_an_indexer_with_other_arguments_is_refused() -> None:
             return cache.update_indexer(hidden_states, self.layer_idx)
 
     indexer.__class__ = Hidden
-    for refuses in (seat_indexers, hf.model_layers):
+    for refuses in (patch_indexers, hf.model_layers):
         with pytest.raises(UnsupportedModelError, match="its forward takes hidden_states, position_embeddings, attention_mask"):
             refuses(model)
 

@@ -12,18 +12,18 @@ from hf_families import BY_NAME
 from torch import nn
 
 from fa_serve.hf.adapter.latent_keys import LatentKeys
-from fa_serve.hf.surgery.latent_keys import seat_latent_keys, unseat_latent_keys
+from fa_serve.hf.surgery.latent_keys import patch_latent_keys, unpatch_latent_keys
 
 
 def layers() -> list[nn.Module]:
     return [*BY_NAME["deepseek-v3.2"].build().model.layers]
 
 
-def test_layers_are_seated_and_unseated() -> None:
+def test_layers_are_patched_and_unpatched() -> None:
     found = layers()
-    seat_latent_keys(found)
+    patch_latent_keys(found)
     assert all(isinstance(layer.self_attn.expand_kv, LatentKeys) for layer in found)
-    unseat_latent_keys(found[0])
+    unpatch_latent_keys(found[0])
     assert not isinstance(found[0].self_attn.expand_kv, LatentKeys)
 
 
@@ -59,7 +59,7 @@ def test_other_layers_keep_their_code(change: Any, reason: str, caplog: pytest.L
     found = layers()
     change(found[1].self_attn)
     with caplog.at_level(logging.WARNING, "fa_serve.hf"):
-        seat_latent_keys(found)
+        patch_latent_keys(found)
     assert [isinstance(vars(layer.self_attn).get("expand_kv"), LatentKeys) for layer in found] == [True, False, True]
     assert (
         "DeepseekV32Attention caches the keys and values" in caplog.text or "Scaled caches the keys and values" in caplog.text

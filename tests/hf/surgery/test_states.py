@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from transformers.models.lfm2.modeling_lfm2 import causal_conv1d_fn
 
 import fa_serve
-from fa_serve.hf.adapter.state_modules import SeatedMixer, find_state_modules
-from fa_serve.hf.surgery.states import seat_states
+from fa_serve.hf.adapter.state_modules import PatchedMixer, find_state_modules
+from fa_serve.hf.surgery.states import patch_states
 from fa_serve.spec import UnsupportedModelError
 
 NAMES = {"qwen3.5-moe", "kimi-linear", "nemotron-h", "jamba", "lfm2", "zamba", "zamba2", "mamba"}
@@ -38,7 +38,7 @@ def test_steps_of_the_engine_give_the_logits_of_whole_sequences(family: Family) 
     ids = tokens(2, 45)
     expected = eager(input_ids=ids).logits
     ours = fa_serve.patch(copy.deepcopy(eager))
-    seat_states(ours)
+    patch_states(ours)
     pages = HybridPages(ours, 2)
     wrong = tokens(2, seed=1)
 
@@ -81,7 +81,7 @@ def test_a_module_that_computes_something_else_is_refused() -> None:
     with pytest.raises(
         UnsupportedModelError, match=r"Lfm2ForCausalLM keeps states that cannot be paged \(Doubled: the results of its linear"
     ):
-        seat_states(model)
+        patch_states(model)
     assert "forward" not in vars(layer.conv)
 
 
@@ -106,19 +106,19 @@ def test_packages_that_round_otherwise_do_not_matter(name: str, function: str, m
         return (out, *rest) if isinstance(found, tuple) else out
 
     monkeypatch.setitem(functions, function, rounded)
-    seat_states(model)
-    assert all(isinstance(vars(x)["forward"], SeatedMixer) for x in find_state_modules(model))
+    patch_states(model)
+    assert all(isinstance(vars(x)["forward"], PatchedMixer) for x in find_state_modules(model))
 
 
 @torch.no_grad()
-def test_a_module_with_hooks_is_refused_and_nothing_stays_seated() -> None:
+def test_a_module_with_hooks_is_refused_and_nothing_stays_patched() -> None:
     model = BY_NAME["jamba"].build(num_hidden_layers=4)
     model.set_attn_implementation("fa_serve")
     mixers = find_state_modules(model)
     mixers[1].in_proj.register_forward_hook(lambda *args: None)
     with pytest.raises(UnsupportedModelError, match="JambaMambaMixer: its Linear has hooks, which would not be called"):
-        seat_states(model)
-    assert not any(isinstance(vars(x).get("forward"), SeatedMixer) for x in mixers)
+        patch_states(model)
+    assert not any(isinstance(vars(x).get("forward"), PatchedMixer) for x in mixers)
     assert model.training is False
 
 
@@ -128,5 +128,5 @@ def test_a_module_with_hooks_is_refused_and_nothing_stays_seated() -> None:
 def test_linear_layers_whose_weights_are_read_are_known(name: str, uncalled: set[str]) -> None:
     model = BY_NAME[name].build()
     fa_serve.patch(model)
-    seats = [vars(module)["forward"] for module in find_state_modules(copy.deepcopy(model))]
-    assert [seat.uncalled for seat in seats] == [uncalled] * len(seats)
+    forwards = [vars(module)["forward"] for module in find_state_modules(copy.deepcopy(model))]
+    assert [each.uncalled for each in forwards] == [uncalled] * len(forwards)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import fa_serve
 from fa_serve.hf.images import ImageReader
-from fa_serve.hf.surgery.towers import quicken_tower
+from fa_serve.hf.surgery.towers import speed_up_tower
 from fa_serve.spec import UnsupportedModelError
 
 NAMES = ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "exaone4_5"]
@@ -54,7 +54,7 @@ def test_it_comes_to_what_the_module_comes_to(name: str, monkeypatch: pytest.Mon
     module = attention_of(name)
     calls = [given(module), given(module, (0, 1), seed=1), given(module, (0, 7, 8, 23), seed=2)]
     expected = [own(module, **words) for words in calls]
-    assert quicken_tower(nn.ModuleList([module])) == 1
+    assert speed_up_tower(nn.ModuleList([module])) == 1
     monkeypatch.setattr(type(module), "forward", lambda *_, **__: pytest.fail("its own code has run"))
     for words, wanted in zip(calls, expected, strict=True):
         before = words["hidden_states"].clone()
@@ -67,7 +67,7 @@ def test_a_tower_uses_it(name: str) -> None:
     model = tiny_model(name, CHANGES[name])
     image = one_image(name, model, seed=0)
     fa_serve.patch(model)
-    expected = ImageReader(model, quickens=False).encode(image)
+    expected = ImageReader(model, speeds_up=False).encode(image)
     reader = ImageReader(model)
     replaced = [type(vars(x).get("forward")).__name__ for x in model.modules()].count("PackedAttention")
     assert replaced == 2
@@ -77,7 +77,7 @@ def test_a_tower_uses_it(name: str) -> None:
 @torch.no_grad()
 def test_angles_whose_halves_differ_are_left_to_the_module() -> None:
     module = attention_of("qwen2_5_vl")
-    quicken_tower(nn.ModuleList([module]))
+    speed_up_tower(nn.ModuleList([module]))
     words = given(module)
     cos, sin = words["position_embeddings"]
     cos[:, 0] += 0.5
@@ -88,7 +88,7 @@ def test_angles_whose_halves_differ_are_left_to_the_module() -> None:
 
 def test_what_it_leaves_to_the_module(monkeypatch: pytest.MonkeyPatch) -> None:
     module = attention_of("qwen3_vl")
-    quicken_tower(nn.ModuleList([module]))
+    speed_up_tower(nn.ModuleList([module]))
     words = given(module)
     with torch.no_grad():
         expected = module(**words)
@@ -131,5 +131,5 @@ def test_modules_that_stay() -> None:
     hooked = attention_of("qwen2_vl")
     hooked.qkv.register_forward_hook(lambda *_: None)
     for module in (swapped, plain, hooked):
-        assert quicken_tower(nn.ModuleList([module])) == 0
+        assert speed_up_tower(nn.ModuleList([module])) == 0
         assert "forward" not in vars(module)

@@ -13,7 +13,7 @@ from torch import nn
 from fa_serve.engine import Engine, EngineConfig
 from fa_serve.hf.images import ImageReader
 from fa_serve.hf.surgery import towers
-from fa_serve.hf.surgery.towers import quicken_tower
+from fa_serve.hf.surgery.towers import speed_up_tower
 
 
 @pytest.mark.parametrize("make", [nn.Conv2d, nn.Conv3d])
@@ -24,7 +24,7 @@ def test_patches_and_larger_inputs(make: type[nn.Conv2d] | type[nn.Conv3d], monk
     one = torch.randn(7, 3, *size)
     larger = torch.randn(2, 3, *(2 * n for n in size))
     expected = [conv(one), conv(larger)]
-    assert quicken_tower(nn.Sequential(conv)) == 1
+    assert speed_up_tower(nn.Sequential(conv)) == 1
     monkeypatch.setattr(make, "forward", lambda self, x: pytest.fail("the convolution has run"))
     torch.testing.assert_close(conv(one), expected[0])
     monkeypatch.undo()
@@ -38,7 +38,7 @@ def test_patches_and_larger_inputs(make: type[nn.Conv2d] | type[nn.Conv3d], monk
 )
 def test_other_convolutions_stay(options: dict[str, object]) -> None:
     conv = nn.Conv2d(**({"in_channels": 3, "out_channels": 6, "kernel_size": 2, "stride": 2} | options))  # type: ignore[arg-type]
-    assert quicken_tower(conv) == 0
+    assert speed_up_tower(conv) == 0
     assert "forward" not in vars(conv)
 
 
@@ -46,7 +46,7 @@ def test_a_product_that_differs_is_not_used(monkeypatch: pytest.MonkeyPatch) -> 
     conv = nn.Conv2d(3, 6, kernel_size=2, stride=2)
     multiply = towers._multiply
     monkeypatch.setattr(towers, "_multiply", lambda module, x: multiply(module, x.flip(1)))
-    assert quicken_tower(conv) == 0
+    assert speed_up_tower(conv) == 0
 
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "qwen3_vl"])
@@ -84,7 +84,7 @@ def test_gated_mlps_of_unaligned_width(bias: bool) -> None:
     mlp.load_state_dict(state)
     objects = [id(x) for x in mlp.parameters()]
     with torch.no_grad():
-        assert quicken_tower(nn.ModuleList([mlp])) == 1
+        assert speed_up_tower(nn.ModuleList([mlp])) == 1
         torch.testing.assert_close(mlp(x).float(), expected, rtol=0.02, atol=0.02)
         assert all(torch.equal(value, state[name]) for name, value in mlp.state_dict().items())
         assert [id(x) for x in mlp.parameters()] == objects, "an optimizer may have them"
@@ -101,9 +101,9 @@ def test_mlps_that_stay() -> None:
             return self.down_proj(self.act_fn(self.up_proj(x)) * self.gate_proj(x))
 
     for mlp in (Gated(48).to(torch.bfloat16), Gated(44), Swapped(44).to(torch.bfloat16)):
-        assert quicken_tower(mlp) == 0
+        assert speed_up_tower(mlp) == 0
     tower = nn.ModuleList([Gated(44).to(torch.bfloat16)])
-    assert quicken_tower(tower, beside=tower[0]) == 0
+    assert speed_up_tower(tower, beside=tower[0]) == 0
 
 
 def test_norms(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,18 +112,18 @@ def test_norms(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.nn.init.normal_(norm.weight)  # type: ignore[arg-type]
     x = torch.randn(2, 3, len(norm.weight), dtype=torch.float32)  # type: ignore[arg-type]
     expected = norm(x)
-    assert quicken_tower(nn.ModuleList([norm])) == 1
+    assert speed_up_tower(nn.ModuleList([norm])) == 1
     monkeypatch.setattr(type(norm), "forward", lambda self, x: pytest.fail("its own code has run"))
     with torch.no_grad():
         torch.testing.assert_close(norm(x), expected)
-    assert quicken_tower(nn.ModuleList([nn.LayerNorm(8, bias=False)])) == 0, "it subtracts the mean"
+    assert speed_up_tower(nn.ModuleList([nn.LayerNorm(8, bias=False)])) == 0, "it subtracts the mean"
 
 
 def test_parameters_that_get_other_memory_are_used() -> None:
     """As those of an engine that sleeps, or of a model that is moved."""
     mlp = Gated(44).to(torch.bfloat16)
     with torch.no_grad():
-        quicken_tower(mlp)
+        speed_up_tower(mlp)
         x = torch.randn(3, 32, dtype=torch.bfloat16)
         assert mlp(x).any()
         for parameter in mlp.parameters():
@@ -136,7 +136,7 @@ def test_parameters_that_get_other_memory_are_used() -> None:
 def test_gradients_reach_the_parameters() -> None:
     mlp = Gated(44).to(torch.bfloat16)
     norm = nn.RMSNorm(32, eps=1e-6)
-    quicken_tower(nn.ModuleList([mlp, norm]))
+    speed_up_tower(nn.ModuleList([mlp, norm]))
     mlp(norm(torch.randn(3, 32)).bfloat16()).sum().backward()
     assert all(x.grad is not None and x.grad.any() for x in (*mlp.parameters(), *norm.parameters()))
 
@@ -158,7 +158,7 @@ def test_an_engine_that_sleeps_encodes_with_the_new_weights() -> None:
                 parameter.zero_()
     engine.update_weights([])  # as after values that were written into the parameters
     assert not engine._residence.settle(), "nothing has moved since, so that nothing is fused and captured again"
-    plain = ImageReader(copy.deepcopy(model), quickens=False).encode(image).embeds
+    plain = ImageReader(copy.deepcopy(model), speeds_up=False).encode(image).embeds
     torch.testing.assert_close(reader.encode(image).embeds, plain, rtol=0.02, atol=0.02)
     assert not torch.allclose(before, plain, rtol=0.02, atol=0.02)
     assert [type(vars(x).get("forward")).__name__ for x in model.modules()].count("PaddedMlp") == padded

@@ -52,8 +52,8 @@ def test_delta_rule(prepared: list[PieceOperands]) -> None:
         assert (actual[:n, :m] - expected).abs().max() <= 1e-4 * expected.abs().max()
         assert not actual[n:].any()
         assert not actual[:n, m:].any()
-    fades = operands.fades[0, head].view(2, 64)[:, :20]
-    assert (fades - torch.stack((sums, sums[-1] - sums)).exp()).abs().max() <= 1e-4
+    decays = operands.decays[0, head].view(2, 64)[:, :20]
+    assert (decays - torch.stack((sums, sums[-1] - sums)).exp()).abs().max() <= 1e-4
 
 
 def test_weights_of_ssd(prepared: list[PieceOperands]) -> None:
@@ -70,8 +70,8 @@ def test_weights_of_ssd(prepared: list[PieceOperands]) -> None:
     b, c = (rows[name][:, 1].double() for name in ("b", "c"))
     expected = (c @ b.T * (sums[:, None] - sums).clamp(max=0).exp() * dt).tril()
     assert (operands.attn[0, head, :20, :20] - expected).abs().max() <= 1e-3 * expected.abs().max()
-    fades = operands.fades[0, head].view(2, 64)[:, :20]
-    assert (fades - torch.stack((sums.exp(), (sums[-1] - sums).exp() * dt))).abs().max() <= 1e-5
+    decays = operands.decays[0, head].view(2, 64)[:, :20]
+    assert (decays - torch.stack((sums.exp(), (sums[-1] - sums).exp() * dt))).abs().max() <= 1e-5
 
 
 def test_gates_by_channel(prepared: list[PieceOperands]) -> None:
@@ -87,4 +87,4 @@ def test_gates_by_channel(prepared: list[PieceOperands]) -> None:
     ):
         assert (actual[:20, :12] - expected).abs().max() <= 1e-4 * expected.abs().max()
         assert not actual[20:].any()
-    assert (operands.fades[0, 1, :12] - sums[-1].exp()).abs().max() <= 1e-5
+    assert (operands.decays[0, 1, :12] - sums[-1].exp()).abs().max() <= 1e-5

@@ -47,7 +47,7 @@ async def test_what_nobody_waits_for_is_interrupted():
 
 LOOKING = """
 import asyncio, sys, time
-from fa_serve.server.bounds.deadline_thread import DeadlineThread, _meet_interrupt
+from fa_serve.server.bounds.deadline_thread import DeadlineThread, _absorb_interrupt
 
 async def main():
     thread = DeadlineThread("test")
@@ -62,7 +62,7 @@ async def main():
     assert not thread._running
 
 asyncio.run(main())
-_meet_interrupt()
+_absorb_interrupt()
 sys.setprofile(lambda *_: None)
 (lambda: None)()  # Python 3.11 stays here while it looks for an exception that no thread has
 print("returned")

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime.driver import driver
 
-from fa_serve.backends.triton.primitives import clear_rows_behind
+from fa_serve.backends.triton.primitives import clear_rows_past_end
 from fa_serve.launching.launch import Launch, on_device_of, power_of_2
 
 RECORD = 8
@@ -117,7 +117,7 @@ def clear_tail(out_ptr, lse_ptr, cu_q_ptr, batch, skip_q, output, DIM_V: tl.cons
         strides = (stride_token, stride_head, stride_lse)
         program = tl.program_id(0)
         programs = tl.num_programs(0)
-        clear_rows_behind(out_ptr, lse_ptr, end, total_q, program, programs, num_heads, strides, DIM_V, BLOCK_DV)
+        clear_rows_past_end(out_ptr, lse_ptr, end, total_q, program, programs, num_heads, strides, DIM_V, BLOCK_DV)
 
 
 @triton.jit(do_not_specialize=["max_tiles", "batch", "skip_q", "left", "right", *OUTPUT])

@@ -114,7 +114,7 @@ def attn_latent_hopper(
     end_of_rows = gl.load(cu_q_ptr + batch)
     of_batch = gl.arange(0, SPLIT.batch_block, layout=BATCH_LAYOUT)
     sequences = (cu_q_ptr, used_k_ptr, batch, max_q, max_k, window_left)
-    first, behind, seq_start, line = sequences_of_share(share, of_batch, sequences, splits, min_blocks, SPLIT)
+    first, stop, seq_start, line = sequences_of_share(share, of_batch, sequences, splits, min_blocks, SPLIT)
     line_begin, line_end, line_size = line
     clear_rows(
         out_ptr,
@@ -156,7 +156,7 @@ def attn_latent_hopper(
         stride_qt=stride_qt,
         stride_qh=stride_qh,
         first=first,
-        behind=behind,
+        stop=stop,
         seq_start=seq_start + share * 0,
         line_begin=line_begin,
         line_end=line_end,

@@ -90,7 +90,7 @@ class LatentHopperVariant:
 class LatentArgs(NamedTuple):
     """The kernel's arguments, see `plan.attn_latent_hopper`, and what all warps of a program know.
 
-    first, behind: the program's sequences, [first, behind); seq_start: where the first one starts on the line of `splits`
+    first, stop: the program's sequences, [first, stop); seq_start: where the first one starts on the line of `splits`
     line_begin, line_end, line_size: the program's share of that line
     share, unit:   which split or share, and which tile of rows
     row_first:     first packed row of the tile; kv_head: its KV head
@@ -122,7 +122,7 @@ class LatentArgs(NamedTuple):
     stride_qt: gl.tensor
     stride_qh: gl.tensor
     first: gl.tensor
-    behind: gl.tensor
+    stop: gl.tensor
     seq_start: gl.tensor
     line_begin: gl.tensor
     line_end: gl.tensor

@@ -40,7 +40,7 @@ def latent_keys(k_desc, smem, bars, args, part: gl.constexpr, var: gl.constexpr)
     cr = PagedOperand(k_desc, smem.cr_boxes, args.k_pitch)
     seq_start = args.seq_start
     block_count = args.share * 0
-    for index in range(args.first, args.behind):
+    for index in range(args.first, args.stop):
         work, seq_start = latent_work(index, seq_start, args, var)
         if work.live:
             pages = pages_of(work, work.begin, args, var)
@@ -207,7 +207,7 @@ def latent_scores(smem, bars, args, var: gl.constexpr):
     seq_start = args.seq_start
     count = args.share * 0
     block_count = args.share * 0
-    for index in range(args.first, args.behind):
+    for index in range(args.first, args.stop):
         work, seq_start = latent_work(index, seq_start, args, var)
         if work.live:
             item = block_count + count

@@ -15,7 +15,7 @@ from fa_serve.backends.triton.key_pages import key_offsets, read_pages
 from fa_serve.backends.triton.primitives import (
     LOG2E,
     add_alibi,
-    clear_rows_behind,
+    clear_rows_past_end,
     finish_softmax,
     first_visible,
     online_softmax_update,
@@ -283,7 +283,7 @@ def attn_block_sparse(
         kv_len = max_k
     if cu_q_ptr is not None:  # noqa: SIM102, only this condition is known when the kernel is compiled
         if seq == batch - 1:  # the programs of the last sequence know where it ends without a load
-            clear_rows_behind(
+            clear_rows_past_end(
                 out_ptr,
                 lse_ptr,
                 row0 + q_len,

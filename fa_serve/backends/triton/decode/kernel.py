@@ -18,7 +18,7 @@ from fa_serve.backends.triton.key_pages import key_offsets, read_pages
 from fa_serve.backends.triton.primitives import (
     LOG2E,
     add_alibi,
-    clear_rows_behind,
+    clear_rows_past_end,
     finish_softmax,
     first_visible,
     online_softmax_update,
@@ -282,9 +282,9 @@ def attn_decode(
     if cu_q_ptr is not None:
         end_of_rows = tl.load(cu_q_ptr + batch)
     of_batch = tl.arange(0, SPLIT.batch_block)
-    first_seq, behind, seq_start, line = sequences_of_share(share, of_batch, sequences, splits, min_blocks, SPLIT)
+    first_seq, stop, seq_start, line = sequences_of_share(share, of_batch, sequences, splits, min_blocks, SPLIT)
     if cu_q_ptr is not None:
-        clear_rows_behind(
+        clear_rows_past_end(
             out_ptr,
             lse_ptr,
             end_of_rows,
@@ -308,7 +308,7 @@ def attn_decode(
     offs_m = tl.arange(0, BLOCK_M)
     rows = row_first + offs_m
 
-    for index in tl.range(first_seq, behind, num_stages=1):
+    for index in tl.range(first_seq, stop, num_stages=1):
         seq = share * 0 + index  # a tensor also in the interpreter, whose ranges count in plain integers
         row0, q_len, kv_len = sequence_lengths(seq, sequences)
         first_key, first_block, blocks = visible_blocks(q_len, kv_len, window_left, SPLIT)

@@ -15,7 +15,7 @@ from fa_serve.backends.triton.float8_conversions import widen
 from fa_serve.backends.triton.key_pages import key_offsets, read_pages
 from fa_serve.backends.triton.primitives import (
     LOG2E,
-    clear_rows_behind,
+    clear_rows_past_end,
     find_tile,
     finish_softmax,
     online_softmax_update,
@@ -202,12 +202,12 @@ def attn_latent(
         share, tile = find_tile(share, cu_q_ptr, batch, skip_q, GROUPS, BLOCK_M, var.tile_block)
         row_first = tile * BLOCK_M
         first_seq = share
-        behind = tl.minimum(share + 1, batch)
+        stop = tl.minimum(share + 1, batch)
         seq_start = 0
         line = (0, 0, 0)
     else:
         of_batch = tl.arange(0, SPLIT.batch_block)
-        first_seq, behind, seq_start, line = sequences_of_share(share, of_batch, sequences, splits, min_blocks, SPLIT)
+        first_seq, stop, seq_start, line = sequences_of_share(share, of_batch, sequences, splits, min_blocks, SPLIT)
     kv64 = head_kv.to(tl.int64)
     k_ptr += kv64 * stride_kh
     descale_v = 1.0
@@ -220,7 +220,7 @@ def attn_latent(
     offs_r = tl.arange(0, var.block_rest)
     offs_m = tl.arange(0, BLOCK_M)
     rows = row_first + offs_m
-    for index in tl.range(first_seq, behind, num_stages=1):
+    for index in tl.range(first_seq, stop, num_stages=1):
         seq = share * 0 + index  # a tensor also in the interpreter, whose ranges count in plain integers
         row0, q_len, kv_len = sequence_lengths(seq, sequences)
         _, _, blocks = visible_blocks(q_len, kv_len, window_left, SPLIT)
@@ -272,7 +272,7 @@ def attn_latent(
                 if whole:
                     store_rows(out_ptr, lse_ptr, out, lse, rows, live, row0, kv64, strides, SPLIT, i)
     if skip_q == 0:  # otherwise another kernel clears these rows
-        clear_rows_behind(
+        clear_rows_past_end(
             out_ptr,
             lse_ptr,
             end_of_rows,

@@ -24,7 +24,7 @@ from fa_serve.backends.triton.primitives import (
     LN2,
     LOG2E,
     add_alibi,
-    clear_rows_behind,
+    clear_rows_past_end,
     find_tile,
     finish_softmax,
     first_visible,
@@ -340,7 +340,7 @@ def attn_fwd(
     if var.varlen and var.batch_block == 0:  # noqa: SIM102, only this condition is known when the kernel is compiled
         # The programs of the last sequence know where it ends without a load. With `skip_q`, another kernel clears these rows.
         if batch == num_seqs - 1:
-            clear_rows_behind(
+            clear_rows_past_end(
                 out_ptr,
                 lse_ptr,
                 q_row0 + q_len,

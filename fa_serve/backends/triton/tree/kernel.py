@@ -13,7 +13,7 @@ import triton.language as tl
 from fa_serve.backends.triton.float8_conversions import fit_float16, widen
 from fa_serve.backends.triton.primitives import (
     LOG2E,
-    clear_rows_behind,
+    clear_rows_past_end,
     find_tile,
     finish_softmax,
     first_visible,
@@ -235,7 +235,7 @@ def attn_tree(
     wait_for_previous_kernel(var.pdl, True)  # `fold_groups` reads the lengths before it waits
     BLOCK_M: tl.constexpr = var.block_m
     program = tl.program_id(0)
-    clear_rows_behind(
+    clear_rows_past_end(
         out_ptr,
         lse_ptr,
         tl.load(cu_q_ptr + batch),
@@ -281,12 +281,12 @@ def attn_tree(
         first_key = tl.maximum(first_visible(row_first // var.groups + offset, window_left, var.chunked), 0)
         inner_begin = first_visible(last_token + offset, window_left, var.chunked)
     first_group = first_key // var.group
-    behind = (end + var.group - 1) // var.group
+    end_group = (end + var.group - 1) // var.group
     if var.apart:
         if only * var.group >= kv_len:
             return
         first_group = only
-        behind = only + 1
+        end_group = only + 1
 
     offs_d = tl.arange(0, var.block_d)
     q_ptrs = q_ptr + (token * stride_qt + head * stride_qh)[:, None] + offs_d[None, :]
@@ -303,7 +303,7 @@ def attn_tree(
     table_ptr += seq.to(tl.int64) * stride_table
     state = _initial_state(sinks_ptr, head, live, BLOCK_M, var)
     row_max, row_sum, out = state
-    for group in tl.range(first_group, behind, num_stages=1):
+    for group in tl.range(first_group, end_group, num_stages=1):
         begin = tl.maximum(group * var.group, first_key // var.block_n * var.block_n)
         stop = tl.minimum((group + 1) * var.group, end)
         group_max, group_sum, group_out = _compute_group(

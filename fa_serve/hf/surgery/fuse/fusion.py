@@ -43,7 +43,7 @@ from fa_serve.hf.surgery.fuse.mixers import DeltaMixer, MixerCall, StateStep, bu
 from fa_serve.hf.surgery.fuse.parts import FusedProduct, gated_unit, norm_of, product_of
 from fa_serve.hf.surgery.fuse.router import FusedRouter, fuse_routers
 from fa_serve.hf.surgery.fuse.unit import FusedUnit, fuse_units
-from fa_serve.hf.surgery.latent_keys import seat_latent_keys, unseat_latent_keys
+from fa_serve.hf.surgery.latent_keys import patch_latent_keys, unpatch_latent_keys
 from fa_serve.hf.surgery.proof import (
     AttentionRecorder,
     LayerInputs,
@@ -86,7 +86,7 @@ def fuse_model(model: PreTrainedModel, *, deterministic: bool = False) -> int:
     fused = fuse_layers(model, deterministic=deterministic)
     layers = [module for module in model.modules() if isinstance(vars(module).get("forward"), FusedLayer)]
     if not deterministic:
-        seat_latent_keys(module for module in model.modules() if module not in layers)
+        patch_latent_keys(module for module in model.modules() if module not in layers)
     # deterministic: mixtures outside of fused layers run their own code, both in the engine and in exact forwards
     mixtures = nn.ModuleList(layers) if deterministic else model
     fuse_routers(mixtures, live=deterministic)
@@ -143,7 +143,7 @@ def unfuse_model(model: PreTrainedModel) -> None:
     for module in model.modules():
         if isinstance(vars(module).get("forward"), FusedLayer | FusedRouter | FusedUnit | ScaledExperts | PaddedMlp):
             del module.forward
-    unseat_latent_keys(model)
+    unpatch_latent_keys(model)
 
 
 def cached_layers(model: PreTrainedModel, layers: Mapping[int, AttentionSpec]) -> dict[int, AttentionSpec]:

@@ -6,7 +6,7 @@ A layer of a hybrid model has either attention or a mixer with a recurrence. Its
 residual stream are fused in either case (layer.py). `DeltaMixer` takes about seven more launches: one product for all inputs,
 the convolution, the gates, the recurrence, and the norm with its gate. transformers repeats the keys of a group of heads for
 each head. `DeltaMixer` reads them once, so it also keeps less per token (`DeltaMixer.kept`). Any other mixer is an `OwnMixer`,
-which calls the `SeatedMixer` unchanged.
+which calls the `PatchedMixer` unchanged.
 
 Left out: the proof (fusion.py), how a recurrence reaches its kernel (adapter/state_modules.py), and states (fa_serve.ops).
 """
@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from fa_serve import ops
-from fa_serve.hf.adapter.state_modules import SeatedMixer
+from fa_serve.hf.adapter.state_modules import PatchedMixer
 from fa_serve.hf.adapter.step_cache import CONVOLUTION, DELTA_RULE, ComputesStates, StateCall, StateKey, StepCache
 from fa_serve.hf.lora.product import project
 from fa_serve.hf.surgery.fuse.parts import FusedProduct, merge_products, product_of
@@ -143,11 +143,11 @@ def build_mixer(layer: Any, call: MixerCall) -> tuple[DeltaMixer | OwnMixer, Fus
     names = next((names for names in IN_PROJECTIONS if all(hasattr(module, name) for name in names)), None)
     if names is None:
         return OwnMixer(module, call), None
-    seated = vars(module).get("forward")
-    if not isinstance(seated, SeatedMixer):
+    patched = vars(module).get("forward")
+    if not isinstance(patched, PatchedMixer):
         raise NotReplacedError("its mixer keeps a state that fa_serve has not taken over")
     mixer = DeltaMixer(
-        number=seated.number,
+        number=patched.number,
         heads=module.num_v_heads,
         head_dim=module.head_v_dim,
         key_heads=module.num_k_heads,
@@ -177,6 +177,6 @@ def _order(module: Any) -> Tensor:
 
 
 def find_mixer(layer: nn.Module) -> str | None:
-    """The attribute of a layer that holds a `SeatedMixer` module; None for a layer with none or several."""
-    names = [name for name, child in layer.named_children() if isinstance(vars(child).get("forward"), SeatedMixer)]
+    """The attribute of a layer that holds a `PatchedMixer` module; None for a layer with none or several."""
+    names = [name for name, child in layer.named_children() if isinstance(vars(child).get("forward"), PatchedMixer)]
     return names[0] if len(names) == 1 else None

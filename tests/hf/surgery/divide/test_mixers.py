@@ -17,14 +17,14 @@ from transformers import PreTrainedModel
 
 from fa_serve.hf import model_layers, patch, plan_division
 from fa_serve.hf.adapter.paged import OneSequence, paged_forward
-from fa_serve.hf.adapter.state_modules import SeatedMixer, find_state_modules
+from fa_serve.hf.adapter.state_modules import PatchedMixer, find_state_modules
 from fa_serve.hf.surgery.divide import plan
 from fa_serve.hf.surgery.divide.mixers import MixerParts, divide_mixer
 from fa_serve.hf.surgery.divide.plan import Division
 from fa_serve.hf.surgery.divide.sections import Cut, Section
 from fa_serve.hf.surgery.divide.weights import PartOfNorm, divide_model
 from fa_serve.hf.surgery.fuse.fusion import fuse_layers
-from fa_serve.hf.surgery.states import seat_states
+from fa_serve.hf.surgery.states import patch_states
 from fa_serve.spec import UnsupportedModelError
 
 CPU = torch.device("cpu")
@@ -84,7 +84,7 @@ STEPS = ({0: 20, 1: 7}, {0: 3, 1: 2}, {0: 1, 1: 10}, {0: 9, 1: 1}, {0: 1, 1: 1})
 @torch.no_grad()
 def paged_logits(model: PreTrainedModel, spoil: Callable[[HybridPages], None] | None = None) -> Tensor:
     """The logits of two sequences in steps of the engine. spoil: called before the last step"""
-    seat_states(model)
+    patch_states(model)
     ids = torch.arange(80).view(2, 40) * 7 % 90
     pages = HybridPages(model, count=2)
     found = []
@@ -105,7 +105,7 @@ def test_states_of_ranks_in_steps_of_the_engine(name: str) -> None:
     def work(own: PreTrainedModel, rank: int) -> tuple[Tensor, int]:
         held = bytes_of_states(own)
         out = paged_logits(own)
-        assert all(isinstance(vars(module)["forward"], SeatedMixer) for module in find_state_modules(own))
+        assert all(isinstance(vars(module)["forward"], PatchedMixer) for module in find_state_modules(own))
         return out, held
 
     check_ranks(on_ranks(model, 2, work), expected, bytes_of_states(model))
@@ -196,7 +196,7 @@ def test_divided_mixers_are_fused_by_each_rank_alone(name: str) -> None:
     """As many layers as of the whole model."""
 
     def fused(own: PreTrainedModel) -> tuple[int, Tensor]:
-        seat_states(own)
+        patch_states(own)
         return fuse_layers(own), logits(own)
 
     count, expected = fused(patched(name))

@@ -11,17 +11,17 @@ import torch
 from hybrids import BY_NAME
 from torch import nn
 
-from fa_serve.hf import model_layers, seat_states
+from fa_serve.hf import model_layers, patch_states
 from fa_serve.hf.adapter.step_cache import StateKey
 from fa_serve.hf.surgery.fuse.fusion import cached_states, fuse_layers, unfuse_model
 from fa_serve.hf.surgery.fuse.layer import FusedLayer, HeadsAttention
 from fa_serve.hf.surgery.fuse.mixers import DeltaMixer, OwnMixer
 
 
-def seated(name: str, **changes: Any) -> Any:
+def patched(name: str, **changes: Any) -> Any:
     model: Any = BY_NAME[name].build(vocab_size=300, **changes)
     model.set_attn_implementation("fa_serve")
-    seat_states(model)
+    patch_states(model)
     return model
 
 
@@ -42,7 +42,7 @@ def kinds(model: nn.Module) -> list[type]:
 )
 def test_which_layers_are_fused(name: str, expected: list[type]) -> None:
     """Whether they give the tokens of `generate` is tested through the engine (tests/engine/test_hybrids.py)."""
-    model = seated(name)
+    model = patched(name)
     assert fuse_layers(model) == len(expected)
     assert kinds(model) == expected
     gated = [
@@ -55,7 +55,7 @@ def test_which_layers_are_fused(name: str, expected: list[type]) -> None:
 
 def test_a_fused_mixer_keeps_the_keys_of_groups() -> None:
     """transformers 5.17 repeats keys for each head of values, so that the module's own code would keep them several times."""
-    model = seated("qwen3.5")
+    model = patched("qwen3.5")
     before = model_layers(model).states
     fuse_layers(model)
     after = cached_states(model, before)
@@ -106,7 +106,7 @@ def _another_order(module: Any) -> None:
 def test_a_mixer_that_computes_something_else_is_not_fused(
     change: Callable[[Any], None], reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = seated("qwen3.5")
+    model = patched("qwen3.5")
     mixer = next(m for m in model.modules() if hasattr(m, "A_log"))
     change(mixer)
     fuse_layers(model)
@@ -116,7 +116,7 @@ def test_a_mixer_that_computes_something_else_is_not_fused(
 
 def test_attention_without_its_gate_is_not_taken_for_gated(monkeypatch: pytest.MonkeyPatch) -> None:
     """The proof sees a gate that is left out."""
-    model = seated("qwen3.5")
+    model = patched("qwen3.5")
     monkeypatch.setattr("fa_serve.ops.gate_heads", lambda x, gate, activation, *, norm=None: x)
     fuse_layers(model)
     assert kinds(model) == []
