@@ -57,7 +57,7 @@ def test_delta_rule(prepared: list[PieceOperands]) -> None:
 
 
 def test_weights_of_ssd(prepared: list[PieceOperands]) -> None:
-    """They are in the products and the fades, so that values stay as they are."""
+    """They are in the products and the decays, so that values stay as they are."""
     kind = KINDS_BY_NAME["ssd"]
     rows = kind.rows(20, torch.float16)
     weights = kind.weights(torch.float16)

@@ -18,8 +18,8 @@ RELEASE_DO = "        mbarrier.arrive(bars.do_empty.index(i % var.tiles.do_stage
 NEXT = "        m, head = next_block(m, head, tile)\n"
 SLOT_WAIT = "    mbarrier.wait(bars.ds_full.index(slot), ((i // SLOTS_OF_SCORES) & 1) ^ 1)\n"
 WEIGHTS_WAIT = "    mbarrier.wait(bars.weights_full.index(slot), (i // SLOTS_OF_SCORES) & 1)\n"
-DV_LEAVES = "    # dV leaves through the buffer of V, which the other warpgroup reads for dP\n"
-DK_LEAVES = "    # dK leaves through the buffer of K, which the other warpgroup reads for S and dQ\n"
+DV_LEAVES = "    # dV leaves through the buffer of V: wait until the other warpgroup has read it for dP\n"
+DK_LEAVES = "    # dK leaves through the buffer of K: wait until the other warpgroup has read it for S and dQ\n"
 BOTH_ARE_DONE = '    named_barrier("sync", FIRST_NAMED_BARRIER)\n'
 FAULTS = {
     "Q released before dK is done": {WAIT_DK + RELEASE_Q: RELEASE_Q + "        tma.store_wait(0)\n" + WAIT_DK},
