@@ -114,8 +114,8 @@ def listed_key_block(place, of, lists, var: gl.constexpr):
         block = gl.load(of.index + place // KEY_BLOCKS, mask=listed, other=0)
     else:
         block = gl.load(of.index + place // KEY_BLOCKS, mask=place < of.partial, other=0)
-        stop = gl.maximum(place - of.partial, 0) // KEY_BLOCKS
-        block += gl.load(of.full_index + stop, mask=listed & (place >= of.partial), other=0)
+        place_of_full = gl.maximum(place - of.partial, 0) // KEY_BLOCKS
+        block += gl.load(of.full_index + place_of_full, mask=listed & (place >= of.partial), other=0)
     number = gl.where(listed, block * KEY_BLOCKS + place % KEY_BLOCKS, of.end)
     stored = place if var.mask == "none" else number
     return KeyBlock(number, gl.where(place < of.partial, of.bits + stored, -1))

@@ -120,6 +120,8 @@ def test_fields_of_tomorrow_that_are_off_are_no_obstacle(tmp_path) -> None:
         ({f"{Q}.lora_B.weight": torch.ones(8, 5)}, "model.layers.0.self_attn.q_proj"),
         ({f"{Q}.lora_A.weight": torch.ones(5, 6), f"{Q}.lora_B.weight": torch.ones(8, 5)}, "model.layers.0.self_attn.q_proj"),
         ({f"{Q}.lora_A.weight": torch.ones(4)}, "model.layers.0.self_attn.q_proj.lora_A.weight"),
+        ({f"{Q}.lora_A.weight": torch.tensor(1.0)}, "model.layers.0.self_attn.q_proj.lora_A.weight"),
+        ({f"{Q}.lora_A.weight": torch.ones(0, 6)}, "model.layers.0.self_attn.q_proj.lora_A.weight"),
         ({f"{Q}.lora_magnitude_vector": torch.ones(8)}, "model.layers.0.self_attn.q_proj"),
         ({f"{Q}.lora_C.weight": torch.ones(8)}, "model.layers.0.self_attn.q_proj.lora_C.weight"),
         ({"model.layers.0.q_proj.lora_A.weight": torch.ones(8)}, "tensor"),
