@@ -404,14 +404,14 @@ class Engine:
         outputs: list[RequestOutput] = []
         self._answers.begin_step(batch.admitted, begin)
         try:
-            watch = None if batch.towers is None else self._runner.encode(batch.towers)
-            if not batch:  # the step only encodes images, which need no slots or pages, unlike tokens
+            if not batch and batch.towers is not None:  # images need no slots and no pages, unlike tokens
+                self._runner.encode(batch.towers)
                 return outputs
             forward = self._runner.launch(batch)
             structured = any(x.num_samples and x.sequence.request.params.structured is not None for x in batch.chunks)
             masks = self._masks(batch, outputs) if structured else StepMasks()
             pending = self._runner.sample(forward, masks.rows)
-            self._steps.add(LaunchedStep(batch, pending, begin, structured, masks.seconds, watch, []))
+            self._steps.add(LaunchedStep(batch, pending, begin, structured, masks.seconds, forward.watch, []))
             self._counters.num_steps += 1
         except torch.OutOfMemoryError as error:
             outputs += self._shrink(batch, error)

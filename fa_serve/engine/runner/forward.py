@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from fa_serve.engine.images.tower_time import Stopwatch
 from fa_serve.engine.runner.cuda_graphs import Inputs, Shape
 from fa_serve.engine.runner.results import PromptSpan
 from fa_serve.engine.runner.sampler import SampleParams
@@ -37,6 +38,7 @@ class Forward:
     sequences:    the sequences that sample, by row
     logprob_rows: rows of `sequences` that want log-probabilities
     prompt_spans: the prompt tokens whose log-probabilities are wanted
+    watch:        measures how long encoding the step's images takes; None if it encodes none
     """
 
     prepared: PreparedBatch
@@ -44,3 +46,4 @@ class Forward:
     sequences: list[SequenceState]
     logprob_rows: list[int]
     prompt_spans: list[PromptSpan]
+    watch: Stopwatch | None = None

@@ -307,7 +307,9 @@ class ModelRunner:
 
     @in_inference_mode
     def launch(self, batch: ScheduledBatch) -> Forward:
-        """Queue the forward of one step. Its images must have been encoded, or queued for that, by `encode`."""
+        """Queue the forward of one step, and its part of the encoding of images."""
+        towers = batch.towers
+        watch = self.encode(towers) if towers is not None and towers.is_read else None
         for sequence in batch.admitted:
             self._block_table.clear(sequence.slot)
             if sequence.request.params.penalised and not self._drafting:
@@ -328,11 +330,16 @@ class ModelRunner:
         adapters = None if self.adapters is None else step_adapters(batch, self.adapters.pool.slot)
         prepared = self._prepare(arrays, adapters, images)
         logits = self._run(prepared)[: len(arrays.sequences) + batch.num_prompt_logits]
-        return Forward(prepared, logits, arrays.sequences, arrays.logprob_rows, arrays.prompt_spans)
+        if towers is not None and not towers.is_read:
+            watch = self.encode(towers)
+        return Forward(prepared, logits, arrays.sequences, arrays.logprob_rows, arrays.prompt_spans, watch)
 
     @torch.inference_mode()
     def encode(self, work: TowerWork) -> Stopwatch:
-        """Queue the part of the image encoding that belongs to a step. Returns a stopwatch of this work."""
+        """Queue the part of the image encoding that belongs to a step. Returns a stopwatch of this work.
+
+        A step without tokens calls this alone, others do so within `launch`.
+        """
         return require_encoder(self.images).advance(work)
 
     @in_inference_mode

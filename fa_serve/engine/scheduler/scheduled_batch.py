@@ -76,11 +76,14 @@ class TowerWork:
     images: images that are on their way through the towers, or begin; their keys differ
     limit:  how many of their embeddings the step has time for, which may be a part of one image; None: all that are left
     count:  how many embeddings the step is expected to encode; 0 if it only copies their pixels, which takes no time from it
+    is_read: whether the step's own forward reads them, so that they are encoded before it. Otherwise the forward is launched
+            first, so that the device computes it while the host prepares the towers' inputs
     """
 
     images: Sequence[ImageInput]
     limit: int | None
     count: int
+    is_read: bool = False
 
     @property
     def expected(self) -> int:

@@ -277,6 +277,7 @@ class TowerQueue:
         if not images:
             return None
         left = max(sum(self._counts[key] for key in images) - self._num_done, 1)
+        is_read = limit is None
         if limit is None:
             for each in self._begun:
                 each.ready = True  # this step encodes them before it reads them
@@ -285,7 +286,7 @@ class TowerQueue:
         copies = begins and limit is not None  # this step only copies the pixels, and encodes nothing yet
         count = 0 if copies else min(limit or left, left)
         self._num_done += count
-        return TowerWork([*images.values()], limit, count)
+        return TowerWork([*images.values()], limit, count, is_read)
 
     def passed(self, sequence: SequenceState) -> None:
         """Tokens of a sequence have been scheduled: it no longer needs the images that end with them."""
