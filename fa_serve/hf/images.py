@@ -180,6 +180,7 @@ class ImageReader:
         self.speeds_up = speeds_up
         self.speed_up()
         self.blocks = self._find_blocks()
+        self._next_to_blocks = self._beside_blocks()  # found once, because a search of all modules takes milliseconds
         self._pauses: dict[int, Callable[[], None]] = {}  # `pause` by the id of the thread whose encodings pause
         self._joined_dim: int | Literal["none"] | None = None
         """The dimension in which inputs of several images are joined; "none" if they cannot be, None if not tried yet."""
@@ -259,7 +260,7 @@ class ImageReader:
             if threading.get_ident() == thread:
                 pause()
 
-        hooks = [each.register_forward_hook(after) for each in (*self.blocks, *self._beside_blocks())]
+        hooks = [each.register_forward_hook(after) for each in (*self.blocks, *self._next_to_blocks)]
         self._pauses[thread] = pause
         try:
             yield
