@@ -36,6 +36,7 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from benchmarks.engine.engine_workloads import freeze_objects
 from benchmarks.measure import Cells, Results
+from benchmarks.tuning.step_parts import LongSteps
 from fa_serve.engine import Engine, EngineConfig, SamplingParams
 from fa_serve.engine.images import tower_graphs
 from fa_serve.engine.images.encoder import ImageEncoder
@@ -240,7 +241,7 @@ class Workload:
         return statistics.quantiles(gaps, n=100)[-1] if len(gaps) > 1 else 0.0
 
 
-def measure(sizes: Sizes, results: Results, cells: Cells) -> None:
+def measure(sizes: Sizes, results: Results, cells: Cells, long_steps: int = 0) -> None:
     model = make_vision_model(sizes)
     if cells.takes("text"):
         alone = Workload(sizes, model, max_images=0)
@@ -274,11 +275,12 @@ def measure(sizes: Sizes, results: Results, cells: Cells) -> None:
         results.show(f"{sizes.shape} text", "requests/s", rate, {"max_images=0": without})
     work.engine.close()
     if cells.takes("text p99"):
-        measure_gaps(sizes, model, results, cells)
+        measure_gaps(sizes, model, results, cells, long_steps)
 
 
-def measure_gaps(sizes: Sizes, model: Any, results: Results, cells: Cells) -> None:
-    """The cases "text p99" and "beside text", with each setting. The first one says what decoding alone takes."""
+def measure_gaps(sizes: Sizes, model: Any, results: Results, cells: Cells, long_steps: int) -> None:
+    """The cases "text p99" and "beside text", with each setting. The first one says what decoding alone takes. Objects of the
+    engine are frozen before the round that counts, as in a server that is ready."""
     alone = 0.0
     for name, has_target in SETTINGS.items():
         if name and not cells.takes(f"text p99 {name}"):
@@ -288,6 +290,11 @@ def measure_gaps(sizes: Sizes, model: Any, results: Results, cells: Cells) -> No
         for _ in range(ROUNDS):
             gaps = {kind: work.gaps_of_text(kind) for kind in ("alone", "prompts", "images")}
             work.idle()
+            freeze_objects()
+        if long_steps:
+            with LongSteps() as steps:
+                work.gaps_of_text("images")
+            print(steps.table(long_steps))
         work.engine.close()
         alone = alone or gaps["alone"]
         case = f" {name}" if name else ""
@@ -303,13 +310,14 @@ def main() -> None:
         "--tower-graphs", action=argparse.BooleanOptionalAction, default=True, help="replay layers of the tower as CUDA graphs"
     )
     parser.add_argument("--cells", default="", help="parts of names of cases, separated by commas; all by default")
+    parser.add_argument("--long-steps", type=int, default=0, help="print so many of the longest steps of texts beside images")
     parser.add_argument("--budget", type=float, default=600.0, help="seconds after which no case begins")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     args = parser.parse_args()
     tower_graphs.REPLAYS_TOWERS = args.tower_graphs
     results = Results("images", args.out)
     cells = Cells(args.cells, args.budget)
-    measure(TINY if args.tiny else Sizes(args.shapes), results, cells)
+    measure(TINY if args.tiny else Sizes(args.shapes), results, cells, args.long_steps)
     cells.report()
 
 

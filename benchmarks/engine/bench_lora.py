@@ -11,9 +11,10 @@
 2. **Rates** of 64 requests with 128 tokens in and 256 out, and of one alone, for each rank: with one adapter on all linear
    layers, with 32, half of them with 32 and half without, one with and the others without ("one beside"), and without any. The
    peer "base" is an engine without adapters. All adapters of a rank have the same numbers, in different memory.
-3. **Loads**: an adapter is loaded from disk and answers its first token; and what 100 loads do to the time between tokens of
-   requests of the base, at the 99th percentile, beside the same without loads ("calm"), and beside as many requests for
-   adapters that are in memory ("asked"): each load is followed by one request for its adapter, whose prompt is in a step.
+3. **Loads**: an adapter is loaded from disk and answers its first token, beside one that is in memory already; and what 100
+   loads do to the time between tokens of requests of the base, at the 99th percentile, beside the same without loads ("calm"),
+   and beside as many requests for adapters that are in memory ("asked"): each load is followed by one request for its adapter,
+   whose prompt is in a step.
 
 Ours run one after the other in one process; vLLM follows in another, first without an adapter, and what it says is in
 peer_vllm_RANK.log beside the results. A case is run until two runs in a row agree, and is the median of three runs behind them
@@ -46,6 +47,7 @@ from benchmarks.engine.bench_serving import peer_environment
 from benchmarks.engine.engine_workloads import SHAPES, freeze_objects, make_folder, make_model, make_tiny, say
 from benchmarks.measure import Results
 from benchmarks.steady import late_work, steady_seconds
+from benchmarks.tuning.step_parts import LongSteps
 from fa_serve.engine import Engine, EngineConfig, SamplingParams
 from fa_serve.ops.lora import run as merging
 
@@ -224,27 +226,36 @@ def measure_loads(model: Any, options: argparse.Namespace, results: Results, fol
         # steps with prompts compile kernels when they first come, and are captured when they come again
         gaps(engine, folders[:WARM_LOADS])
         taken = [seconds_to_first_token(engine, number, each) for number, each in enumerate(folders[:WARM_LOADS])]
-        found = statistics.median(taken[2:] or taken)
-        results.add(f"{options.shape} load of {size:.0f} MB to the first token", "ms", 1e3 * found, {})
-        say(f"an adapter of {size:.0f} MB is loaded and answers in {1e3 * found:.1f} ms, at most {1e3 * max(taken):.1f}")
+        loaded, in_memory = (statistics.median(each[2:] or each) for each in zip(*taken, strict=True))
+        memory = {"in memory": 1e3 * in_memory}
+        results.add(f"{options.shape} load of {size:.0f} MB to the first token", "ms", 1e3 * loaded, memory)
+        say(
+            f"an adapter of {size:.0f} MB is loaded and answers in {1e3 * loaded:.1f} ms, in memory in {1e3 * in_memory:.1f} ms"
+        )
         calm = gaps(engine, [], len(folders))
         asked = gaps(engine, [], len(folders), folders[:WARM_LOADS])
         busy = gaps(engine, folders)
+        if options.long_steps:
+            for name, loads, kept in (("requests alone", [], folders[:WARM_LOADS]), ("loads", folders, [])):
+                with LongSteps() as steps:
+                    gaps(engine, loads, len(folders), kept)
+                say(f"{name}: {steps.table(options.long_steps)}")
         case = f"{options.shape} p99 between tokens in {len(folders)} loads"
         ratio = results.add(case, "ms", busy, {"calm": calm, "asked": asked})
         say(f"p99 between tokens: {busy:.2f} ms in loads, {calm:.2f} ms calm ({ratio:.3f}), {asked:.2f} ms with requests alone")
 
 
-def seconds_to_first_token(engine: Engine, number: int, folder: Path) -> float:
-    """Seconds in which an adapter is loaded from its folder and answers one token, to a prompt that no other one had."""
+def seconds_to_first_token(engine: Engine, number: int, folder: Path) -> tuple[float, float]:
+    """Seconds in which an adapter is loaded from its folder and answers one token, and in which it answers one when it is in
+    memory. Each prompt is new."""
     name = f"timed-{number}"
-    prompt = prompts(1, engine.vocab_size, 100 + number)
-    begin = time.perf_counter()
+    times = [time.perf_counter()]
     engine.load_adapter(name, folder)
-    engine.generate(prompt, params(1), adapter=name)
-    taken = time.perf_counter() - begin
+    for seed in (100 + 2 * number, 101 + 2 * number):
+        engine.generate(prompts(1, engine.vocab_size, seed), params(1), adapter=name)
+        times.append(time.perf_counter())
     engine.unload_adapter(name)
-    return taken
+    return times[1] - times[0], times[2] - times[1]
 
 
 def gaps(engine: Engine, folders: Sequence[Path], requests: int = 0, kept: Sequence[Path] = ()) -> float:
@@ -352,6 +363,7 @@ def main() -> None:
     parser.add_argument("--parts", type=lambda text: text.split(","), default=list(PARTS))
     parser.add_argument("--cases", type=lambda text: text.split(","), default=[], help="those of the rates, such as 'alone'")
     parser.add_argument("--runs", type=int, default=RUNS, help="of which the median counts")
+    parser.add_argument("--long-steps", type=int, default=0, help="print so many of the longest steps beside loads")
     parser.add_argument(
         "--merged", action="store_true", help="adapters are in the launches of all products, whatever the switch is"
     )

@@ -19,10 +19,9 @@ import io
 import pstats
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
@@ -40,6 +39,7 @@ from benchmarks.engine.engine_workloads import (
     stored_bytes,
     weight_bytes,
 )
+from benchmarks.tuning.step_parts import WAITING, timing_parts
 
 BATCHES = (1, 16, 64, 256)
 LENGTH = 640
@@ -48,29 +48,6 @@ PROMPT = 512
 """Tokens of a prompt whose prefill is profiled."""
 STEPS = 20
 """Decoding steps that are timed, and as many that are profiled."""
-WAITING = "waiting"
-"""The part of a step in which the host waits for results; all other parts are its work."""
-
-
-def parts_of_step() -> dict[str, tuple[Any, str]]:
-    """What the host does in a step: the name of each part, and the owner and the name of the function that does it.
-
-    If drafts are verified, "schedule" to "launch" come after the results of the step before, and the device is idle meanwhile.
-    """
-    from fa_serve.engine import Engine
-    from fa_serve.engine.runner import model_runner
-    from fa_serve.engine.runner.results import PendingResult
-    from fa_serve.engine.scheduler.scheduler import Scheduler
-
-    return {
-        WAITING: (PendingResult, "read"),
-        "schedule": (Scheduler, "schedule"),
-        "arrays": (model_runner, "batch_arrays"),
-        "sending": (model_runner.ModelRunner, "_prepare"),
-        "launch": (model_runner.ModelRunner, "_run"),
-        "sampling": (model_runner.ModelRunner, "sample"),
-        "outputs": (Engine, "_take_outputs"),
-    }
 
 
 def decode(args: argparse.Namespace) -> None:
@@ -304,36 +281,12 @@ def prefill_step(engine: Any, count: int) -> Step:
 
 def timed(step: Callable[[], object], steps: int) -> tuple[float, dict[str, float]]:
     """Milliseconds of a step, and of each part of `parts_of_step`."""
-    functions = parts_of_step()
-    spent = dict.fromkeys(functions, 0.0)
-    with ExitStack() as stack:
-        for name, (owner, function) in functions.items():
-            stack.enter_context(_stopwatch(owner, function, name, spent))
+    with timing_parts() as spent:
         start = time.perf_counter()
         for _ in range(steps):
             step()
         wall = time.perf_counter() - start
     return wall * 1e3 / steps, {name: seconds * 1e3 / steps for name, seconds in spent.items()}
-
-
-@contextmanager
-def _stopwatch(owner: Any, function: str, name: str, spent: dict[str, float]) -> Iterator[None]:
-    """Inside, the seconds that calls of a function take are added to spent[name]."""
-    call = getattr(owner, function)
-
-    @wraps(call)
-    def watched(*args: Any, **options: Any) -> Any:
-        start = time.perf_counter()
-        try:
-            return call(*args, **options)
-        finally:
-            spent[name] += time.perf_counter() - start
-
-    setattr(owner, function, watched)
-    try:
-        yield
-    finally:
-        setattr(owner, function, call)
 
 
 def observe(step: Callable[[], object], steps: int) -> Step:

@@ -180,7 +180,9 @@ class ImageReader:
         self.speeds_up = speeds_up
         self.speed_up()
         self.blocks = self._find_blocks()
-        self._next_to_blocks = self._beside_blocks()  # found once, because a search of all modules takes milliseconds
+        # found once, because a search of all modules takes milliseconds, in which the device may wait
+        self._next_to_blocks = self._beside_blocks()
+        self._names = frozenset(inspect.signature(model.forward).parameters)
         self._pauses: dict[int, Callable[[], None]] = {}  # `pause` by the id of the thread whose encodings pause
         self._joined_dim: int | Literal["none"] | None = None
         """The dimension in which inputs of several images are joined; "none" if they cannot be, None if not tried yet."""
@@ -328,8 +330,7 @@ class ImageReader:
         inputs: arguments of the model's forward for a prompt that holds the images; counts: the number of tokens of each image
         """
         device = self._model.device
-        taken = inspect.signature(self._model.forward).parameters
-        [moved] = self._move_beside([{name: x for name, x in inputs.items() if name in taken}])
+        [moved] = self._move_beside([{name: x for name, x in inputs.items() if name in self._names}])
         given: dict[str, Any] = {}
         thread = threading.get_ident()
 

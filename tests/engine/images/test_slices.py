@@ -282,3 +282,27 @@ def test_what_happens_while_an_image_is_on_its_way(
     engine.check_integrity()
     assert tokens == ([] if event == "abort" else generated(own, ids, inputs[1]))
     assert not encoder._held
+
+
+def test_a_forward_that_does_not_read_the_images_is_launched_before_they_are_encoded(
+    model: PreTrainedModel, inputs: list[Inputs], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host prepares the towers' inputs while the device computes the forward. A forward that reads the images waits."""
+    monkeypatch.setattr(PromptShare, "image_limit", lambda *_, **__: 1)
+    engine = engine_of(model)
+    runner = engine._runner
+    order: list[str] = []
+    for name in ("encode", "_run"):
+        plain = getattr(runner, name)
+        monkeypatch.setattr(runner, name, lambda given, name=name, plain=plain: order.append(name) or plain(given))
+    params = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
+    engine.add_request("first", prompt(inputs[0]), params, images=[ImageInput.of(inputs[0])])
+    engine.step()
+    assert order == ["encode", "_run"], "nothing decodes"
+    order.clear()
+    engine.add_request("second", prompt(inputs[1]), params, images=[ImageInput.of(inputs[1])])
+    for _ in range(3):
+        engine.step()
+    assert order == ["_run", "encode"] * 3
+    engine.abort("first")
+    engine.abort("second")
