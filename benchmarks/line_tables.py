@@ -33,6 +33,7 @@ PEERS = {
     "base": "without adapters",
     "calm": "without loads",
     "asked": "adapters in memory",
+    "in memory": "in memory already",
     "each": "each sequence read",
     "usual": "the usual mode",
     "fla": "flash-linear-attention",
