@@ -2,6 +2,7 @@
 
     python -m benchmarks.tuning.tune_lora                         # the products of an 8B model with 1, 64 and 256 tokens: 90 s
     python -m benchmarks.tuning.tune_lora --tokens 64 --tiles --shapes o,down
+    python -m benchmarks.tuning.tune_lora --tokens 512,2048       # prompts
 
 A table for each number of tokens and of adapters has a line for each way, a column for each product with its norm, gate or
 residual sum, and their sum for a layer, beside that of the base. The weights of a call are not in the L2 cache.
@@ -30,12 +31,11 @@ from torch import Tensor
 
 from benchmarks.measure import graph_microseconds
 from fa_serve import ops, spec
-from fa_serve.engine.runner.lora_arrays import tile_arrays
+from fa_serve.engine.runner.lora_arrays import MANY_ROWS, tile_arrays
 from fa_serve.ops.lora import product
-from fa_serve.ops.lora.problem import COUNTER_WORDS, LORA_COUNTERS
+from fa_serve.ops.lora.problem import COUNTER_WORDS, FEW_ROWS, LORA_COUNTERS, MOST_MERGED_TOKENS
 from fa_serve.ops.lora.product import (
     FINISH_PROGRAMS,
-    MOST_MERGED_TOKENS,
     ProductTile,
     choose_product_tile,
     plan_lora_product,
@@ -59,6 +59,8 @@ SHAPES: dict[str, tuple[tuple[int, ...], int, dict[str, Any]]] = {
 }
 BYTES = 300 << 20
 SLOTS = 32
+MOST_DECODING = 256
+"""Up to so many tokens are one of each sequence; more are prompts, in a graph for so many sequences."""
 
 
 class Problem:
@@ -89,14 +91,15 @@ class Problem:
         return ops.LoraWeights(a, self._random(SLOTS, 16, n), scales, *numbers, counters, self.widths)
 
     def batch(self, adapters: int) -> ops.LoraBatch:
-        """As many tiles as a graph has. adapters: of the step"""
+        """As many tiles as a graph has for a step that decodes, or for one with prompts. adapters: of the step"""
         tokens = len(self.x)
         slots = np.arange(tokens) % adapters if adapters else np.full(tokens, -1)
-        rows, tiles = tile_arrays(slots, 16)
-        padded = np.zeros((tokens // 16 + tokens, 3), dtype=np.int32)
+        block_rows = FEW_ROWS if tokens <= MOST_DECODING else MANY_ROWS
+        rows, tiles = tile_arrays(slots, block_rows)
+        padded = np.zeros((tokens // block_rows + min(tokens, MOST_DECODING), 3), dtype=np.int32)
         padded[: len(tiles)] = tiles
         moved = [torch.from_numpy(each.astype(np.int32)).cuda() for each in (rows, padded, slots)]
-        return ops.LoraBatch(*moved, self.pages, torch.ones(SLOTS, dtype=torch.int32, device="cuda"), 16)
+        return ops.LoraBatch(*moved, self.pages, torch.ones(SLOTS, dtype=torch.int32, device="cuda"), block_rows)
 
     def base(self, weight: Tensor, lora: ops.LoraWeights) -> Any:
         if self.activation is not None:

@@ -1,8 +1,8 @@
 """Which tokens of a step have which adapter: a `ScheduledBatch` in, the fields of `fa_serve.ops.LoraBatch` out.
 
     adapters = step_adapters(batch, slot_of)         # None if no sequence of the step has an adapter
-    arrays = lora_arrays(adapters, logits_indices, queries=1)        # NumPy arrays, sent with the others of the step
-    step = lora_step(memory, sent, adapters, queries=1)              # tensors on the device
+    arrays = lora_arrays(adapters, logits_indices, tokens=64, queries=1)      # NumPy arrays, sent with the others of the step
+    step = lora_step(memory, sent, adapters, queries=1)                       # tensors on the device
 
 Tokens are sorted by adapter and cut into tiles of one adapter each. Left out: which adapter is in which slot
 (fa_serve.engine.lora.pool).
@@ -22,10 +22,10 @@ from fa_serve.engine.lora.pool import Adapter
 from fa_serve.engine.scheduler.scheduled_batch import ScheduledBatch
 from fa_serve.hf.lora.memory import LoraMemory
 from fa_serve.hf.lora.product import LoraStep
+from fa_serve.ops.lora.problem import FEW_ROWS, MOST_MERGED_TOKENS
 
-DECODING_ROWS = 16
-PROMPT_ROWS = 64
-"""Rows of a tile in steps in which sequences compute one token and drafts, and in steps with prompts."""
+MANY_ROWS = 64
+"""Rows of a tile in steps with prompts and more tokens than MOST_MERGED_TOKENS. Tiles of other steps have FEW_ROWS."""
 _NONE = np.iinfo(np.int64).max
 
 
@@ -55,15 +55,16 @@ def step_adapters(batch: ScheduledBatch, slot_of: Callable[[Adapter], int]) -> S
     return StepAdapters(np.repeat(np.array(slots, dtype=np.int64), lengths), any(x.is_eager for x in known), tuple(outer))
 
 
-def tile_rows(queries: int) -> int:
-    """Rows of a tile. queries: largest number of tokens of a sequence"""
-    return DECODING_ROWS if queries <= DECODING_ROWS else PROMPT_ROWS
+def tile_rows(tokens: int, queries: int) -> int:
+    """Rows of a tile. tokens: of the step, padding included; queries: largest number of tokens of a sequence"""
+    return FEW_ROWS if tokens <= MOST_MERGED_TOKENS or queries <= FEW_ROWS else MANY_ROWS
 
 
 def lora_padding(tokens: int, batch: int, queries: int) -> dict[str, NDArray[Any]]:
     """The fields of a step without adapters, with the most tiles that `tokens` tokens of `batch` sequences can have."""
-    tiles = np.zeros((tokens // tile_rows(queries) + min(batch + 1, tokens), 3), dtype=np.int32)
-    found = _tiles_of(-1, 0, tokens, tile_rows(queries))
+    block_rows = tile_rows(tokens, queries)
+    tiles = np.zeros((tokens // block_rows + min(batch + 1, tokens), 3), dtype=np.int32)
+    found = _tiles_of(-1, 0, tokens, block_rows)
     tiles[: len(found)] = found
     return {
         "lora_rows": np.arange(tokens, dtype=np.int32),
@@ -75,14 +76,17 @@ def lora_padding(tokens: int, batch: int, queries: int) -> dict[str, NDArray[Any
 def name_padding(padded: dict[str, NDArray[Any]], tokens: int, num_tiles: int, queries: int) -> None:
     """Name the rows past the step's `tokens` in tiles without an adapter, which follow the step's `num_tiles` tiles."""
     tiles = padded["lora_tiles"]
-    found = _tiles_of(-1, tokens, len(padded["lora_rows"]) - tokens, tile_rows(queries))
+    total = len(padded["lora_rows"])
+    found = _tiles_of(-1, tokens, total - tokens, tile_rows(total, queries))
     tiles[num_tiles:] = 0
     tiles[num_tiles : num_tiles + len(found)] = found
 
 
-def lora_arrays(adapters: StepAdapters, logits_indices: NDArray[np.int64], queries: int) -> dict[str, NDArray[Any]]:
-    """The fields of a step. logits_indices: the token of each row of the logits"""
-    rows, tiles = tile_arrays(adapters.slots, tile_rows(queries))
+def lora_arrays(
+    adapters: StepAdapters, logits_indices: NDArray[np.int64], tokens: int, queries: int
+) -> dict[str, NDArray[Any]]:
+    """The fields of a step. logits_indices: the token of each row of the logits; tokens, queries: as in `tile_rows`"""
+    rows, tiles = tile_arrays(adapters.slots, tile_rows(tokens, queries))
     fields: dict[str, NDArray[Any]] = {
         "lora_rows": rows,
         "lora_tiles": tiles,
@@ -102,7 +106,8 @@ def lora_step(memory: LoraMemory, fields: Mapping[str, Tensor], adapters: StepAd
     if "lora_tiles" not in fields:
         return None
     outer = () if adapters is None else adapters.outer
-    batch = memory.batch(fields["lora_rows"], fields["lora_tiles"], fields["lora_slots"], tile_rows(queries))
+    rows = fields["lora_rows"]
+    batch = memory.batch(rows, fields["lora_tiles"], fields["lora_slots"], tile_rows(len(rows), queries))
     return LoraStep(batch, [(slot, fields[f"lora_tokens_{slot}"], fields[f"lora_logits_{slot}"]) for slot in outer])
 
 

@@ -284,7 +284,7 @@ class ModelRunner:
         variants = [arrays, arrays | group_padding(step.batch)] if self.cascades and queries == 1 else [arrays]
         if self.adapters is not None:  # all tokens use adapter slot 0, which is still empty
             adapters = StepAdapters(np.zeros(step.num_tokens, dtype=np.int64), False, ())
-            variants.append(arrays | lora_arrays(adapters, np.zeros(0, np.int64), queries))
+            variants.append(arrays | lora_arrays(adapters, np.zeros(0, np.int64), step.num_tokens, queries))
         for fields in variants:
             inputs = self._inputs(send(fields, self.device), queries, step.keys, fresh=step.fresh)
             paged = replace(inputs.paged, blocks=step.blocks)
@@ -388,7 +388,8 @@ class ModelRunner:
             shape = self._graphs.shape_of(arrays, adapters is not None)
         queries = arrays.max_seqlen_q if shape is None else shape.queries
         if adapters is not None:
-            arrays.inputs.update(lora_arrays(adapters, arrays.inputs["logits_indices"], queries))
+            tokens = arrays.num_tokens if shape is None else shape.tokens
+            arrays.inputs.update(lora_arrays(adapters, arrays.inputs["logits_indices"], tokens, queries))
         if shape is not None:
             padded = pad(arrays.inputs, shape) | others
             if images is not None and self._image_memory is not None:

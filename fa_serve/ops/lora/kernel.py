@@ -5,9 +5,10 @@ for each of a few tiles would leave most of a GPU idle. `_expand` adds these par
 scale, and multiplies the result by some columns of the pages of B. Rows are gathered by number, and each row has one adapter,
 so nothing is added atomically: equal calls have equal bits.
 
-A CUDA graph of a decoding step has room for as many tiles as rows, in case every row has a different adapter, but most of these
-tiles are empty. So a program computes every `lanes`-th tile until it finds an empty one. The number of programs, and of ranges
-into which the columns of x are split, can then follow what a step usually has.
+A CUDA graph has room for one tile more than there are full ones for each sequence, in case all of them have different adapters,
+but most of these tiles are empty. So a program computes every `lanes`-th tile until it finds an empty one. The number of
+programs, and of ranges into which the columns of x are split, can then follow what a step usually has: a few tiles in addition
+to the full ones of its prompts.
 
 With a norm, `_shrink` sums the squares of x as well, and `_expand` divides by their root mean square, so that one token needs
 no separate launch for its norm. On Hopper and later GPUs both are launched programmatically, see
@@ -27,19 +28,20 @@ from fa_serve import spec
 from fa_serve.backends.triton.primitives import wait_if_needed
 from fa_serve.launching.launch import Launch, launch_options, multiprocessors
 from fa_serve.launching.plans import PLANS, Run
-from fa_serve.ops.lora.problem import PAGE_RANKS, LoraBatch, LoraWeights
+from fa_serve.ops.lora.problem import FEW_ROWS, PAGE_RANKS, LoraBatch, LoraWeights
 from fa_serve.ops.ops_backend import Norm
 
 MAX_PARTS = 4
 """Parts of a merged product: q, k and v, or the inputs of a gated delta net."""
 
 
-DECODING_LANES = 32
-"""The most programs that share the tiles of a decoding step. A program with several tiles waits for memory in each of them."""
+LANES = 32
+"""The most programs that share the tiles of a step of few rows, in addition to one for each full tile of many rows. A program
+with several tiles waits for memory in each of them."""
 USUAL_TILES = 8
-"""How many tiles of a decoding step are usually not empty. The number of splits of the columns of x is chosen for this many."""
+"""How many tiles of few rows are usually not empty. The number of splits of the columns of x is chosen for this many."""
 MOST_PROGRAMS = 2048
-"""About the most programs of `_expand` for a decoding step. Most of them find nothing to do."""
+"""About the most programs of `_expand`, unless each full tile needs one. Most of them find nothing to do."""
 
 
 class LoraTile(NamedTuple):
@@ -52,18 +54,29 @@ class LoraTile(NamedTuple):
     block_n: int
 
 
-def choose_lora_tile(k: int, block_rows: int, num_tiles: int, parts: int, num_sms: int) -> LoraTile:
-    """The tile for rows of k columns. parts: programs of `_shrink` for each tile of rows, without splits
+def choose_lora_tile(k: int, total: int, block_rows: int, num_tiles: int, parts: int, num_sms: int) -> LoraTile:
+    """The tile for `total` rows of k columns, in tiles of block_rows.
 
-    The number of splits is the smallest power of two that gives every multiprocessor a program, but at most 16, and no split
-    has fewer than 512 columns.
+    num_tiles: with the empty ones; parts: programs of `_shrink` for each tile of rows, without splits
+
+    The number of splits is the smallest power of two that gives every multiprocessor a program, but at most 16. No split has
+    fewer than 512 columns, or 1024 of tiles of many rows, whose partial sums `_expand` has to read.
     """
-    lanes = min(num_tiles, DECODING_LANES) if block_rows <= 16 else num_tiles
-    programs = min(lanes, USUAL_TILES) * parts if block_rows <= 16 else lanes * parts
+    is_few = block_rows <= FEW_ROWS
+    full = 0 if is_few else total // block_rows
+    programs = min(num_tiles, USUAL_TILES if is_few else full + 1) * parts
+    least = 512 if is_few else 1024
     splits = 1
-    while splits < 16 and programs * splits < num_sms and k // (2 * splits) >= 512:
+    while splits < 16 and programs * splits < num_sms and k // (2 * splits) >= least:
         splits *= 2
-    return LoraTile(lanes, 128 if block_rows <= 16 else 64, splits, 128 if block_rows <= 16 else 64)
+    columns = 128 if is_few else 64
+    return LoraTile(min(num_tiles, full + LANES), columns, splits, columns)
+
+
+def expanding_lanes(tile: LoraTile, total: int, block_rows: int, blocks: int) -> int:
+    """How many programs of `_expand` share the tiles of a step. blocks: programs for each tile"""
+    full = 0 if block_rows <= FEW_ROWS else total // block_rows
+    return max(min(tile.lanes, MOST_PROGRAMS // blocks), min(tile.lanes, full + USUAL_TILES))
 
 
 @triton.jit
@@ -313,7 +326,7 @@ def plan_add_lora(y: Tensor, x: Tensor, weights: LoraWeights, batch: LoraBatch, 
     max_pages = batch.pages.shape[1]
     parts = len(weights.widths)
     widths = part_widths(weights)
-    tile = choose_lora_tile(k, batch.block_rows, num_tiles, parts * max_pages, multiprocessors(x.device, 132))
+    tile = choose_lora_tile(k, total, batch.block_rows, num_tiles, parts * max_pages, multiprocessors(x.device, 132))
     precision = "ieee" if x.dtype == torch.float32 else "tf32"
     pdl = spec.has_programmatic_launch(spec.arch_of(x.device))
     sizes = (parts, max_pages, PAGE_RANKS, tile.splits, batch.block_rows)
@@ -327,9 +340,7 @@ def plan_add_lora(y: Tensor, x: Tensor, weights: LoraWeights, batch: LoraBatch, 
         options=options,
     )
     blocks = num_blocks(*widths, tile.block_n)
-    lanes = max(min(tile.lanes, MOST_PROGRAMS // blocks), min(tile.lanes, USUAL_TILES))
-    if batch.block_rows > 16:
-        lanes = num_tiles
+    lanes = expanding_lanes(tile, total, batch.block_rows, blocks)
     expand = Launch(
         _expand,
         lanes * blocks,

@@ -35,15 +35,13 @@ from fa_serve.launching.launch import Launch, launch_options, multiprocessors
 from fa_serve.launching.plans import PLANS, Run
 from fa_serve.ops.elementwise.activation import ACTIVATION_KINDS, activate
 from fa_serve.ops.lora.kernel import USUAL_TILES, num_blocks, part_of_block, part_widths
-from fa_serve.ops.lora.problem import PAGE_RANKS, LoraBatch, LoraWeights
+from fa_serve.ops.lora.problem import MOST_MERGED_TOKENS, PAGE_RANKS, LoraBatch, LoraWeights
 from fa_serve.ops.products.row import store_product
 from fa_serve.ops.products.row_invariant import sum_chain
 from fa_serve.ops.products.tiles import choose_splits, segment_columns
 
 WIDE_ARCHS = (90, 100, 103)
 """GPUs with 227 KiB of shared memory in a multiprocessor."""
-MOST_MERGED_TOKENS = 128
-"""The most tokens that this module multiplies. With more, cuBLAS multiplies and `kernel.py` adds adapters."""
 FINISH_PROGRAMS = 1024
 """About the most programs of the second launch. Most of them find nothing to do if a step has few adapters. The products of a
 layer of an 8B model with 64 tokens of one adapter took 159.3 us on one H200, and 161.6 us with 2048 programs."""

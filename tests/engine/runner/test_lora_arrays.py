@@ -7,14 +7,14 @@ import pytest
 
 from fa_serve.engine.runner.cuda_graphs import Shape, pad, padding
 from fa_serve.engine.runner.lora_arrays import (
-    DECODING_ROWS,
-    PROMPT_ROWS,
+    MANY_ROWS,
     StepAdapters,
     lora_arrays,
     lora_padding,
     tile_arrays,
     tile_rows,
 )
+from fa_serve.ops.lora.problem import FEW_ROWS
 
 
 def test_each_tile_has_the_tokens_of_one_adapter() -> None:
@@ -36,7 +36,7 @@ def test_padding_holds_every_step(seed: int) -> None:
     queries = int(draw.choice([1, 5, 16, 200]))
     lengths = draw.integers(1, queries + 1, batch)
     slots = np.repeat(draw.integers(-1, 50, batch), lengths)
-    fields = lora_arrays(StepAdapters(slots, False, ()), np.zeros(0, dtype=np.int64), queries)
+    fields = lora_arrays(StepAdapters(slots, False, ()), np.zeros(0, dtype=np.int64), len(slots), queries)
     padding = lora_padding(len(slots), batch, queries)
     assert len(fields["lora_tiles"]) <= len(padding["lora_tiles"])
     assert fields.keys() == padding.keys()
@@ -48,13 +48,15 @@ def test_padding_holds_every_step(seed: int) -> None:
     assert fields["lora_slots"].tolist() == slots.tolist()
 
 
-@pytest.mark.parametrize(("tokens", "queries"), [(5, 1), (33, 1), (128, 1), (70, 200)])
-def test_tiles_name_each_row_of_a_graph_once(tokens: int, queries: int) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "total", "queries"), [(5, 128, 1), (33, 128, 1), (128, 128, 1), (70, 128, 200), (70, 192, 200), (192, 192, 200)]
+)
+def test_tiles_name_each_row_of_a_graph_once(tokens: int, total: int, queries: int) -> None:
     """Kernels that compute a product by its tiles would leave other rows as memory was, which may be NaN."""
     draw = np.random.default_rng(tokens)
     slots = np.sort(draw.integers(-1, 3, tokens))  # sorted: a batch of few sequences has several tokens of each
-    shape = Shape(128, 64, queries, 1024, lora=True)
-    fields = lora_arrays(StepAdapters(slots, False, ()), np.zeros(0, dtype=np.int64), queries)
+    shape = Shape(total, 64, queries, 1024, lora=True)
+    fields = lora_arrays(StepAdapters(slots, False, ()), np.zeros(0, dtype=np.int64), total, queries)
     step = {
         "input_ids": np.zeros(tokens, np.int64),
         "slots": np.zeros(3, np.int64),
@@ -62,19 +64,20 @@ def test_tiles_name_each_row_of_a_graph_once(tokens: int, queries: int) -> None:
     }
     for padded in (padding(shape), pad(step | fields, shape)):
         named = [padded["lora_rows"][first : first + count] for _, first, count in padded["lora_tiles"].tolist()]
-        assert sorted(np.concatenate(named).tolist()) == list(range(128))
-        assert len(padded["lora_tiles"]) == 128 // tile_rows(queries) + 65
-    assert padded["lora_slots"].tolist() == slots.tolist() + [-1] * (128 - tokens)
+        assert sorted(np.concatenate(named).tolist()) == list(range(total))
+        assert len(padded["lora_tiles"]) == total // tile_rows(total, queries) + 65
+    assert padded["lora_slots"].tolist() == slots.tolist() + [-1] * (total - tokens)
 
 
 def test_adapters_of_the_head_name_their_rows_of_logits() -> None:
     adapters = StepAdapters(np.array([1, 1, 1, -1, 4]), True, (1, 4))
-    fields = lora_arrays(adapters, np.array([2, 3, 4]), queries=3)
+    fields = lora_arrays(adapters, np.array([2, 3, 4]), tokens=5, queries=3)
     assert fields["lora_tokens_1"].tolist() == [0, 1, 2]
     assert fields["lora_logits_1"].tolist() == [0]
     assert fields["lora_tokens_4"].tolist() == [4]
     assert fields["lora_logits_4"].tolist() == [2]
 
 
-def test_tiles_follow_the_longest_chunk() -> None:
-    assert [tile_rows(queries) for queries in (1, 16, 17)] == [DECODING_ROWS, DECODING_ROWS, PROMPT_ROWS]
+def test_tiles_follow_the_number_of_tokens_and_the_longest_chunk() -> None:
+    assert [tile_rows(256, queries) for queries in (1, 16, 17)] == [FEW_ROWS, FEW_ROWS, MANY_ROWS]
+    assert [tile_rows(tokens, tokens) for tokens in (64, 128, 129)] == [FEW_ROWS, FEW_ROWS, MANY_ROWS]
