@@ -31,9 +31,9 @@ from torch import Tensor
 
 from benchmarks.measure import graph_microseconds
 from fa_serve import ops, spec
-from fa_serve.engine.runner.lora_arrays import MANY_ROWS, tile_arrays
+from fa_serve.engine.runner.lora_arrays import LARGE_TILE_ROWS, tile_arrays
 from fa_serve.ops.lora import product
-from fa_serve.ops.lora.problem import COUNTER_WORDS, FEW_ROWS, LORA_COUNTERS, MOST_MERGED_TOKENS
+from fa_serve.ops.lora.problem import COUNTER_WORDS, LORA_COUNTERS, MOST_MERGED_TOKENS, SMALL_TILE_ROWS
 from fa_serve.ops.lora.product import (
     FINISH_PROGRAMS,
     ProductTile,
@@ -94,7 +94,7 @@ class Problem:
         """As many tiles as a graph has for a step that decodes, or for one with prompts. adapters: of the step"""
         tokens = len(self.x)
         slots = np.arange(tokens) % adapters if adapters else np.full(tokens, -1)
-        block_rows = FEW_ROWS if tokens <= MOST_DECODING else MANY_ROWS
+        block_rows = SMALL_TILE_ROWS if tokens <= MOST_DECODING else LARGE_TILE_ROWS
         rows, tiles = tile_arrays(slots, block_rows)
         padded = np.zeros((tokens // block_rows + min(tokens, MOST_DECODING), 3), dtype=np.int32)
         padded[: len(tiles)] = tiles

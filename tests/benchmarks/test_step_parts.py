@@ -36,7 +36,8 @@ def test_the_longest_step_names_the_part_that_took_long(engine: Engine, monkeypa
     with LongSteps() as steps:
         engine.generate([[1, 2, 3], [4, 5]], PARAMS)
     assert len(steps.steps) == calls
-    first, fourth = steps.steps[0], steps.steps[3]
+    first = steps.steps[0]
+    fourth = steps.steps[3]
     assert first.batch == "2 sequences, 5 tokens, 5 of prompts"
     assert fourth.batch == "2 sequences, 2 tokens, 0 of prompts"
     assert fourth.parts["schedule"] >= 0.2 > first.parts["schedule"]

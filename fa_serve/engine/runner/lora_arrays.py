@@ -22,10 +22,10 @@ from fa_serve.engine.lora.pool import Adapter
 from fa_serve.engine.scheduler.scheduled_batch import ScheduledBatch
 from fa_serve.hf.lora.memory import LoraMemory
 from fa_serve.hf.lora.product import LoraStep
-from fa_serve.ops.lora.problem import FEW_ROWS, MOST_MERGED_TOKENS
+from fa_serve.ops.lora.problem import MOST_MERGED_TOKENS, SMALL_TILE_ROWS
 
-MANY_ROWS = 64
-"""Rows of a tile in steps with prompts and more tokens than MOST_MERGED_TOKENS. Tiles of other steps have FEW_ROWS."""
+LARGE_TILE_ROWS = 64
+"""Rows of a tile in steps with prompts and more tokens than MOST_MERGED_TOKENS. Tiles of other steps have SMALL_TILE_ROWS."""
 _NONE = np.iinfo(np.int64).max
 
 
@@ -57,7 +57,7 @@ def step_adapters(batch: ScheduledBatch, slot_of: Callable[[Adapter], int]) -> S
 
 def tile_rows(tokens: int, queries: int) -> int:
     """Rows of a tile. tokens: of the step, padding included; queries: largest number of tokens of a sequence"""
-    return FEW_ROWS if tokens <= MOST_MERGED_TOKENS or queries <= FEW_ROWS else MANY_ROWS
+    return SMALL_TILE_ROWS if tokens <= MOST_MERGED_TOKENS or queries <= SMALL_TILE_ROWS else LARGE_TILE_ROWS
 
 
 def lora_padding(tokens: int, batch: int, queries: int) -> dict[str, NDArray[Any]]:

@@ -28,14 +28,14 @@ from fa_serve import spec
 from fa_serve.backends.triton.primitives import wait_if_needed
 from fa_serve.launching.launch import Launch, launch_options, multiprocessors
 from fa_serve.launching.plans import PLANS, Run
-from fa_serve.ops.lora.problem import FEW_ROWS, PAGE_RANKS, LoraBatch, LoraWeights
+from fa_serve.ops.lora.problem import PAGE_RANKS, SMALL_TILE_ROWS, LoraBatch, LoraWeights
 from fa_serve.ops.ops_backend import Norm
 
 MAX_PARTS = 4
 """Parts of a merged product: q, k and v, or the inputs of a gated delta net."""
 
 
-LANES = 32
+TILE_LANES = 32
 """The most programs that share the tiles of a step of few rows, in addition to one for each full tile of many rows. A program
 with several tiles waits for memory in each of them."""
 USUAL_TILES = 8
@@ -62,7 +62,7 @@ def choose_lora_tile(k: int, total: int, block_rows: int, num_tiles: int, parts:
     The number of splits is the smallest power of two that gives every multiprocessor a program, but at most 16. No split has
     fewer than 512 columns, or 1024 of tiles of many rows, whose partial sums `_expand` has to read.
     """
-    is_few = block_rows <= FEW_ROWS
+    is_few = block_rows <= SMALL_TILE_ROWS
     full = 0 if is_few else total // block_rows
     programs = min(num_tiles, USUAL_TILES if is_few else full + 1) * parts
     least = 512 if is_few else 1024
@@ -70,12 +70,12 @@ def choose_lora_tile(k: int, total: int, block_rows: int, num_tiles: int, parts:
     while splits < 16 and programs * splits < num_sms and k // (2 * splits) >= least:
         splits *= 2
     columns = 128 if is_few else 64
-    return LoraTile(min(num_tiles, full + LANES), columns, splits, columns)
+    return LoraTile(min(num_tiles, full + TILE_LANES), columns, splits, columns)
 
 
 def expanding_lanes(tile: LoraTile, total: int, block_rows: int, blocks: int) -> int:
     """How many programs of `_expand` share the tiles of a step. blocks: programs for each tile"""
-    full = 0 if block_rows <= FEW_ROWS else total // block_rows
+    full = 0 if block_rows <= SMALL_TILE_ROWS else total // block_rows
     return max(min(tile.lanes, MOST_PROGRAMS // blocks), min(tile.lanes, full + USUAL_TILES))
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from fa_serve.ops.elementwise.norm import launch_rms_norm
-from fa_serve.ops.lora.problem import FEW_ROWS, MOST_MERGED_TOKENS, LoraBatch, LoraWeights
+from fa_serve.ops.lora.problem import MOST_MERGED_TOKENS, SMALL_TILE_ROWS, LoraBatch, LoraWeights
 from fa_serve.ops.lora.product import launch_product
 from fa_serve.ops.lora.row_product import launch_row
 from fa_serve.ops.ops_backend import Norm, Weight
@@ -56,8 +56,8 @@ def refuses_merging(x: Tensor, weight: Weight, weights: LoraWeights, batch: Lora
         return "supports floating-point matrices only"
     if not x.dtype == weight.dtype == weights.a.dtype == weights.b.dtype:
         return "supports only weights and adapters that have the input's dtype"
-    if batch.block_rows != FEW_ROWS or not 0 < len(x) <= MOST_MERGED_TOKENS:
-        known = f"{MOST_MERGED_TOKENS} tokens in tiles of {FEW_ROWS}"
+    if batch.block_rows != SMALL_TILE_ROWS or not 0 < len(x) <= MOST_MERGED_TOKENS:
+        known = f"{MOST_MERGED_TOKENS} tokens in tiles of {SMALL_TILE_ROWS}"
         return f"multiplies 1 to {known}, got {len(x)} in tiles of {batch.block_rows}"
     if activation is not None and weights.widths not in ((len(weight),), (len(weight) // 2,) * 2):
         return f"can gate a product only with one part or two equal parts, got {weights.widths}"

@@ -7,14 +7,14 @@ import pytest
 
 from fa_serve.engine.runner.cuda_graphs import Shape, pad, padding
 from fa_serve.engine.runner.lora_arrays import (
-    MANY_ROWS,
+    LARGE_TILE_ROWS,
     StepAdapters,
     lora_arrays,
     lora_padding,
     tile_arrays,
     tile_rows,
 )
-from fa_serve.ops.lora.problem import FEW_ROWS
+from fa_serve.ops.lora.problem import SMALL_TILE_ROWS
 
 
 def test_each_tile_has_the_tokens_of_one_adapter() -> None:
@@ -79,5 +79,5 @@ def test_adapters_of_the_head_name_their_rows_of_logits() -> None:
 
 
 def test_tiles_follow_the_number_of_tokens_and_the_longest_chunk() -> None:
-    assert [tile_rows(256, queries) for queries in (1, 16, 17)] == [FEW_ROWS, FEW_ROWS, MANY_ROWS]
-    assert [tile_rows(tokens, tokens) for tokens in (64, 128, 129)] == [FEW_ROWS, FEW_ROWS, MANY_ROWS]
+    assert [tile_rows(256, queries) for queries in (1, 16, 17)] == [SMALL_TILE_ROWS, SMALL_TILE_ROWS, LARGE_TILE_ROWS]
+    assert [tile_rows(tokens, tokens) for tokens in (64, 128, 129)] == [SMALL_TILE_ROWS, SMALL_TILE_ROWS, LARGE_TILE_ROWS]
