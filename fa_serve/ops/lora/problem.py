@@ -18,7 +18,8 @@ PAGE_RANKS = 16
 SMALL_TILE_ROWS = 16
 """Rows of a tile in steps of few tokens. Tiles of other steps have more, because most of their rows are prompts'."""
 MOST_MERGED_TOKENS = 128
-"""The most tokens that product.py multiplies, in tiles of SMALL_TILE_ROWS. For more, cuBLAS multiplies and kernel.py adds adapters."""
+"""The most tokens that product.py multiplies, in tiles of SMALL_TILE_ROWS. For more, cuBLAS multiplies and kernel.py adds
+adapters."""
 LORA_COUNTERS = 65
 COUNTER_WORDS = 16
 """The counters of a product, and the int64 words from one counter to the next, so that each has its own cache line
