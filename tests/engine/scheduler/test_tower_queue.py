@@ -423,6 +423,22 @@ def test_other_weights_encode_again() -> None:
     assert case.towers.encoded == [b"one", b"one"]
 
 
+def test_other_weights_release_an_image_on_its_way_whose_request_has_ended() -> None:
+    case = Case(PromptShare(0.0075))
+    case.add("decodes", 20, answer=100)
+    case.step()
+    case.add("image", 20, b"one")
+    case.step()
+    assert case.towers.is_busy
+    case.scheduler.abort("image")
+    assert case.towers.held == {b"one"}, "it is encoded all the same"
+    case.towers._left = None  # as `ImageEncoder.forget`
+    case.scheduler.forget_cache()
+    assert not case.towers.held
+    case.scheduler.check_integrity()
+    case.run()
+
+
 PARTS = st.lists(st.integers(1, 90) | st.sampled_from([b"a", b"b", b"c", b"d"]), min_size=1, max_size=5)
 
 
