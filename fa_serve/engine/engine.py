@@ -147,8 +147,7 @@ class Engine:
         if timeout is not None and not timeout > 0:
             raise ParameterError("timeout", "be positive, in seconds", timeout)
         params = params or self.default_params
-        chosen = self._adapter(adapter)
-        requests = self._process(request_id, prompt, params, priority, client, cache_salt, chosen, images)
+        requests = self._process(request_id, prompt, params, priority, client, cache_salt, self._adapter(adapter), images)
         if len(requests) > self._room:
             raise QueueFullError(f"the queue is full: {self.config.max_waiting} requests are already waiting. Try again later")
         self.submit(request_id, params, requests, timeout, matcher)
@@ -203,8 +202,7 @@ class Engine:
             self._runner.adapters.wait()
         outputs += self._take_outputs()
         self._ranks.end_step()
-        late = self._late
-        self._late = []
+        late, self._late = self._late, []
         return late + self._answers.merge(outputs)
 
     def drain(self) -> list[RequestOutput]:
@@ -331,11 +329,9 @@ class Engine:
         self._residence.sleep(level)
 
     def wake_up(self, tags: Iterable[str] | None = None) -> None:
-        """Allocate what `sleep` has freed, and capture the first graph.
+        """Allocate what `sleep` has freed, and capture the first graph. Raises ParameterError for an unknown tag.
 
         tags: "weights", "kv_cache", or None for both. With "weights" only, `update_weights` can use the KV cache's memory
-
-        Raises ParameterError for an unknown tag.
         """
         self._residence.wake_up(tags)
 
@@ -467,15 +463,18 @@ class Engine:
         return outputs
 
     def _shrink(self, batch: ScheduledBatch, error: Exception) -> list[RequestOutput]:
-        """The device has no memory for a step of this size: undo it, and give later steps at most half as many tokens."""
+        """Undo a step for which the device has no memory, and halve later ones. Blocks that stay longer end with an error."""
         self._ranks.escalate(error)
         if batch.num_tokens <= 1:  # 0 for a step that only encodes images
             return self._fail(batch, error)
+        blocks = batch.beyond_limit
+        outputs = self._fail(blocks, error) if blocks else []
         self._scheduler.rollback(batch)
-        self._scheduler.max_num_batched_tokens = batch.num_tokens // 2
         torch.cuda.empty_cache()
-        log.warning("out of memory in a step of %d tokens: from now on steps have at most half as many", batch.num_tokens)
-        return []
+        if not blocks:
+            self._scheduler.max_num_batched_tokens = batch.num_tokens // 2
+            log.warning("out of memory in a step of %d tokens: from now on steps have at most half as many", batch.num_tokens)
+        return outputs
 
     def _fail(self, batch: ScheduledBatch, error: Exception) -> list[RequestOutput]:
         """End the requests of a step that could not be computed."""
