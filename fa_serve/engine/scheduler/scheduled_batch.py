@@ -93,7 +93,7 @@ class TowerWork:
 
 @dataclass(slots=True)
 class ScheduledBatch:
-    """What one step computes. `admitted` are the sequences that have been given a slot for this step.
+    """What one step computes. `admitted` are the sequences of which it has the first chunk since they were given their slot.
 
     number:        steps are numbered in their order
     num_prompt_tokens: tokens of chunks that hold more than the last token of a sequence and its drafts
