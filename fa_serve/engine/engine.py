@@ -71,7 +71,6 @@ class Engine:
 
     `default_params` apply to requests that give no parameters; they come from the model's generation_config.json. A given
     SamplingParams replaces all of them; `dataclasses.replace(engine.default_params, max_tokens=64)` changes one value.
-
     Raises ParameterError for settings that cannot work, with the numbers, and UnsupportedModelError for a model that fa_serve
     cannot serve. Methods raise EngineDeadError when another rank has ended.
     """
@@ -147,8 +146,7 @@ class Engine:
         if timeout is not None and not timeout > 0:
             raise ParameterError("timeout", "be positive, in seconds", timeout)
         params = params or self.default_params
-        chosen = self._adapter(adapter)
-        requests = self._process(request_id, prompt, params, priority, client, cache_salt, chosen, images)
+        requests = self._process(request_id, prompt, params, priority, client, cache_salt, self._adapter(adapter), images)
         if len(requests) > self._room:
             raise QueueFullError(f"the queue is full: {self.config.max_waiting} requests are already waiting. Try again later")
         self.submit(request_id, params, requests, timeout, matcher)
@@ -165,10 +163,7 @@ class Engine:
         self._answers.add(name, params, sequences, matcher)
 
     def abort(self, request_id: str) -> list[RequestOutput]:
-        """End a request. Its pages are free when this returns.
-
-        Returns the last outputs of its answers; none if the request has ended already or never existed.
-        """
+        """End a request. Its pages are free when this returns. Returns the last outputs of its answers, if there are any."""
         self._ranks.tell("abort", request_id)
         ended = [self._scheduler.abort(name) for name in self._answers.request_ids(request_id)]
         return self._answers.merge([self._answers.output(sequence) for sequence in ended if sequence is not None])
@@ -182,7 +177,17 @@ class Engine:
         begin = time.monotonic()
         self._residence.require_awake()
         self._ranks.tell("step")
-        outputs = self._expire() + [self._answers.output(sequence) for sequence in self._scheduler.seat()]
+        outputs: list[RequestOutput] = []
+        try:
+            self._compute_step(outputs, begin)
+        finally:  # after an interrupt, such as Ctrl-C, the next step returns them
+            self._late += self._answers.merge(outputs)
+        late, self._late = self._late, []
+        return late
+
+    def _compute_step(self, outputs: list[RequestOutput], begin: float) -> None:
+        """Compute one step, which began at `begin`. Appends what requests gained."""
+        outputs += self._expire() + [self._answers.output(sequence) for sequence in self._scheduler.seat()]
         try:
             if self._steps.launched and self._scheduler.needs_results():
                 outputs += self._commit()
@@ -190,10 +195,11 @@ class Engine:
         except (torch.AcceleratorError, EngineDeadError):
             raise  # the device or another rank is lost
         except Exception as error:
-            return self._answers.merge(outputs + self._reset(error))
+            outputs += self._reset(error)
+            return
         self._ranks.add_to_digest(number for chunk in batch.chunks for number in chunk.numbers())
         if batch or batch.towers is not None:
-            outputs += self._launch(batch, begin)
+            self._launch(batch, begin, outputs)
             outputs += [self._end(*failure) for failure in self._scheduler.towers.failures()]
         if self._steps.is_full or (self._steps.launched and not batch):
             outputs += self._commit()
@@ -203,9 +209,6 @@ class Engine:
             self._runner.adapters.wait()
         outputs += self._take_outputs()
         self._ranks.end_step()
-        late = self._late
-        self._late = []
-        return late + self._answers.merge(outputs)
 
     def drain(self) -> list[RequestOutput]:
         """Wait for the steps in flight. Returns what requests gained. Requests stay unfinished, with their tokens and pages."""
@@ -237,9 +240,8 @@ class Engine:
         params = params_of_each(prompts, params, self.default_params)
         prompts, prepared = prepare_prompts(prompts, images, self.config, self._processor.reader)
         ids = [f"generate-{next(self._serial)}" for _ in prompts]
-        for each in params:
-            if each.structured is not None:
-                self.grammars.matcher(each.structured)
+        for structured in (each.structured for each in params if each.structured is not None):
+            self.grammars.matcher(structured)
         names = adapter_of_each(prompts, adapter)
         requests = [
             self._process(request_id, prompt, each, 0, None, None, self._adapter(name), own)
@@ -299,7 +301,6 @@ class Engine:
                     Otherwise the new weights compute them again
 
         The prefix cache is emptied in either case. Steps in flight end first, and requests keep their tokens.
-
         Raises ParameterError for a name or a shape that the model does not have, for keep_pages with a model that keeps states,
         and with several ranks.
         """
@@ -331,11 +332,9 @@ class Engine:
         self._residence.sleep(level)
 
     def wake_up(self, tags: Iterable[str] | None = None) -> None:
-        """Allocate what `sleep` has freed, and capture the first graph.
+        """Allocate what `sleep` has freed, and capture the first graph. Raises ParameterError for an unknown tag.
 
         tags: "weights", "kv_cache", or None for both. With "weights" only, `update_weights` can use the KV cache's memory
-
-        Raises ParameterError for an unknown tag.
         """
         self._residence.wake_up(tags)
 
@@ -399,14 +398,13 @@ class Engine:
         now = self._ranks.broadcast("clock", time.monotonic)
         return [self._answers.output(sequence) for sequence in self._scheduler.expire(now)]
 
-    def _launch(self, batch: ScheduledBatch, begin: float) -> list[RequestOutput]:
-        """Queue a step on the device. The masks of structured outputs are computed while its forward runs."""
-        outputs: list[RequestOutput] = []
+    def _launch(self, batch: ScheduledBatch, begin: float, outputs: list[RequestOutput]) -> None:
+        """Queue a step on the device. Masks of structured outputs are made while its forward runs. Appends what comes of it."""
         self._answers.begin_step(batch.admitted, begin)
         try:
             if not batch and batch.towers is not None:  # images need no slots and no pages, unlike tokens
                 self._runner.encode(batch.towers)
-                return outputs
+                return
             forward = self._runner.launch(batch)
             structured = any(x.num_samples and x.sequence.request.params.structured is not None for x in batch.chunks)
             masks = self._masks(batch, outputs) if structured else StepMasks()
@@ -421,7 +419,6 @@ class Engine:
             if not (self._steps.launched and self._steps.launched[-1].batch is batch):
                 self._scheduler.rollback(batch)
             raise
-        return outputs
 
     def _masks(self, batch: ScheduledBatch, outputs: list[RequestOutput]) -> StepMasks:
         """The masks of a step's structured outputs. Appends outputs of earlier steps, and of requests whose matcher failed."""
@@ -467,15 +464,18 @@ class Engine:
         return outputs
 
     def _shrink(self, batch: ScheduledBatch, error: Exception) -> list[RequestOutput]:
-        """The device has no memory for a step of this size: undo it, and give later steps at most half as many tokens."""
+        """Undo a step for which the device has no memory, and halve later ones. Blocks that stay longer end with an error."""
         self._ranks.escalate(error)
         if batch.num_tokens <= 1:  # 0 for a step that only encodes images
             return self._fail(batch, error)
+        blocks = batch.beyond_limit
+        outputs = self._fail(blocks, error) if blocks else []
         self._scheduler.rollback(batch)
-        self._scheduler.max_num_batched_tokens = batch.num_tokens // 2
         torch.cuda.empty_cache()
-        log.warning("out of memory in a step of %d tokens: from now on steps have at most half as many", batch.num_tokens)
-        return []
+        if not blocks:
+            self._scheduler.max_num_batched_tokens = batch.num_tokens // 2
+            log.warning("out of memory in a step of %d tokens: from now on steps have at most half as many", batch.num_tokens)
+        return outputs
 
     def _fail(self, batch: ScheduledBatch, error: Exception) -> list[RequestOutput]:
         """End the requests of a step that could not be computed."""

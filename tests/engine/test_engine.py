@@ -101,6 +101,29 @@ def test_an_interrupted_step_is_computed_again(make_engine, monkeypatch, depth, 
     assert [*got.values()] == [greedy(make_model(), prompt, 12) for prompt in asked]
 
 
+@pytest.mark.parametrize("depth", [0, 1])
+def test_an_interrupted_step_keeps_the_outputs_that_it_has_made(make_engine, monkeypatch, depth) -> None:
+    """Masks follow the tokens of the step before, which become outputs in the middle of a step. A timeout is an output too."""
+    engine = make_engine()
+    asked = {"text": GREEDY, "digits": replace(GREEDY, structured=StructuredOutput(regex="[0-9]{6}"))}
+    expected = {name: engine.generate([[5, 6, 7]], params)[0].token_ids for name, params in asked.items()}
+    engine._steps.depth = depth
+    engine.add_request("late", [8, 9], GREEDY, timeout=1e-9)
+    for name, params in asked.items():
+        engine.add_request(name, [5, 6, 7], params)
+    outputs = []
+    for number in range(100):
+        if not engine.has_unfinished():
+            break
+        with monkeypatch.context() as patch:
+            if not number % 2:
+                patch.setattr(engine._runner, "sample", Mock(side_effect=KeyboardInterrupt))
+            with suppress(KeyboardInterrupt):
+                outputs += engine.step()
+    assert {x.request_id: x.finish_reason for x in outputs if x.finished}.keys() == {"late", *asked}
+    assert {name: [t for x in outputs if x.request_id == name for t in x.token_ids] for name in asked} == expected
+
+
 def test_prefix_caching_can_be_turned_off(make_engine) -> None:
     engine = make_engine(prefix_caching=False)
     completions = engine.generate([[1] * 20] * 2, GREEDY) + engine.generate([[1] * 20], GREEDY)

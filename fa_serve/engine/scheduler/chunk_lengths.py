@@ -41,12 +41,15 @@ def _length_of_blocks(batch: ScheduledBatch, sequence: SequenceState, length: in
     """`next_length` for a prompt with blocks that attend both ways: a chunk ends before such a block or after it.
 
     A block that is longer than the step's limit for prompts is computed all the same if it fits and comes first in the step.
+    So is a block that fits into no step, because the device lacked memory and the limit was lowered: it would wait forever.
     """
     start = sequence.num_computed
     last, whole = sequence.cuts(start + length)
     if last > start:
         return last - start
-    return whole - start if whole - start <= batch.room and not batch.num_prompt_tokens else 0
+    size = whole - start
+    may_come_first = size <= batch.room or size > batch.max_tokens
+    return size if may_come_first and not batch.num_prompt_tokens else 0
 
 
 def _length_with_states(batch: ScheduledBatch, sequence: SequenceState, length: int, page_size: int) -> int:

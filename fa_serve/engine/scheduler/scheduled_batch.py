@@ -7,7 +7,7 @@ batch.num_tokens
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import NamedTuple
 
@@ -93,13 +93,13 @@ class TowerWork:
 
 @dataclass(slots=True)
 class ScheduledBatch:
-    """What one step computes. `admitted` are the sequences that have been given a slot for this step.
+    """What one step computes. `admitted` are the sequences of which it has the first chunk since they were given their slot.
 
     number:        steps are numbered in their order
     num_prompt_tokens: tokens of chunks that hold more than the last token of a sequence and its drafts
-    towers:        the images that it encodes before its forward, if any
+    towers:        the images that it encodes before or after its forward, if any
     num_keys, num_pairs: keys that decoding tokens read, and keys that prompt tokens read, both summed over the tokens
-    max_tokens:    the limit of num_tokens, for the scheduler
+    max_tokens:    the limit of num_tokens, for the scheduler; a block that attends both ways may exceed it
     completed:     requests whose prompts this step completes
     prompt_limits: the limit of num_prompt_tokens, and the limit if the last of them complete a prompt
     groups:        sequences that share leading pages which are read once: the first chunks, group by group
@@ -123,7 +123,12 @@ class ScheduledBatch:
     @property
     def room(self) -> int:
         """Tokens that still fit into the step."""
-        return self.max_tokens - self.num_tokens
+        return max(self.max_tokens - self.num_tokens, 0)
+
+    @property
+    def beyond_limit(self) -> ScheduledBatch:
+        """Only its chunks that are longer than the limit of the whole step: blocks that attend both ways (chunk_lengths.py)."""
+        return replace(self, chunks=[chunk for chunk in self.chunks if chunk.length > self.max_tokens])
 
     @property
     def prompt_room(self) -> int:

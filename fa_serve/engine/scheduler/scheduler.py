@@ -228,8 +228,7 @@ class Scheduler:
 
     def abort(self, request_id: str) -> SequenceState | None:
         """End a sequence now; its pages are free when this returns. Returns None if no sequence has this id any more."""
-        sequence = self.sequences.get(request_id)
-        if sequence is not None:
+        if (sequence := self.sequences.get(request_id)) is not None:
             self.finish(sequence, "abort")
         return sequence
 
@@ -360,7 +359,6 @@ class Scheduler:
                 cost = sequence.num_tokens - sequence.num_computed + sequence.num_expected
                 sequence.pay(cost)
                 self._enter(sequence, self.waiting.admit(cost))
-                batch.admitted.append(sequence)
                 length = next_length(batch, sequence, self._state_grid, self.towers.barrier(sequence))
             elif self.states is not None and not self._prefix.can_store(sequence, length):
                 length = 0
@@ -428,6 +426,8 @@ class Scheduler:
         num_prompt_logits = sequence.num_prompt_logits(length) if start < sequence.num_prompt_tokens else 0
         chunk = Chunk(sequence, sequence.slot, start, length + num_drafts, num_samples, num_prompt_logits, drafts)
         batch.append(chunk)
+        if sequence.is_new:
+            batch.admitted.append(sequence)
         sequence.advance(length, samples, num_drafts)
         if self.states is not None:
             chunk.source = sequence.state

@@ -53,6 +53,7 @@ class SequenceState:
     turn:         place among the sequences of all clients while the sequence runs, from `FairQueue`
     charge:       tokens that its client was charged when the sequence was admitted
     slot:         row of the per-sequence state on the device while the sequence runs, else -1
+    is_new:       whether no step has had a chunk of it since it was given its slot
     pages:        ids of its pages in order; the first num_released of them may belong to other sequences by now
     page_hashes:  hashes of its full pages
     unfiled:      pages and states that were unconfirmed and had no file when it was preempted: (kind, hash)
@@ -78,6 +79,7 @@ class SequenceState:
     turn: int = 0
     charge: int = 0
     slot: int = -1
+    is_new: bool = False
     pages: list[int] = field(default_factory=list)
     page_hashes: list[bytes] = field(default_factory=list)
     unfiled: set[tuple[str, bytes]] = field(default_factory=set)
@@ -183,6 +185,7 @@ class SequenceState:
         state: the state after these pages, if the model has states
         """
         self.slot = slot
+        self.is_new = True
         self.pages = pages
         self.num_shared = num_shared
         self.num_offered = num_shared
@@ -212,6 +215,7 @@ class SequenceState:
 
     def advance(self, length: int, samples: bool, num_drafts: int = 0) -> None:
         """A step that computes the next `length` tokens and drafts has been scheduled; it may sample one more token."""
+        self.is_new = False
         self.num_computed += length
         self.num_pending += samples
         self.num_drafts = num_drafts

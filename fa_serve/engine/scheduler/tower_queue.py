@@ -316,6 +316,8 @@ class TowerQueue:
     def forget(self) -> None:
         """No image counts as encoded any more, because the weights have changed."""
         self._queue = FairQueue()
+        for each in self._begun:  # also those whose sequences have ended meanwhile
+            self._let_go(each)
         self._begun = []
         for needs in self._needs.values():
             for each in needs:

@@ -360,6 +360,36 @@ def test_a_block_that_no_step_can_compute_is_refused(gemma3: Case) -> None:
         answer(engine, gemma3.prompt(0), gemma3.images[0])
 
 
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_block_is_computed_once_more_if_the_memory_does_not_suffice(times: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of PaliGemma's prompt is a block, so smaller steps cannot compute it. Text beside it goes on."""
+    case = Case("paligemma")
+    engine = case.engine(max_num_seqs=2)
+    text = [5, 6, 7]
+    ids = case.prompt(0)
+    expected = {"text": answer(engine, text), "image": case.generate(ids, 0) if times == 1 else []}
+    own = engine._runner._forward
+    left = [times]
+
+    def forward(inputs: Any) -> Any:
+        if inputs.images is not None and left[0]:
+            left[0] -= 1
+            raise torch.OutOfMemoryError("no memory")
+        return own(inputs)
+
+    monkeypatch.setattr(engine._runner, "_forward", forward)
+    tokens: dict[str, list[int]] = {"text": [], "image": []}
+    engine.add_request("text", text, GREEDY)
+    engine.add_request("image", ids, GREEDY, images=[case.images[0]])
+    for _ in range(30):
+        for output in engine.step():
+            tokens[output.request_id] += output.token_ids
+    assert tokens == expected
+    assert not engine.has_unfinished()
+    assert engine._scheduler.max_num_batched_tokens == (len(text) + len(ids)) // 2
+    engine.check_integrity()
+
+
 def test_blocks_attend_both_ways(gemma3: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """The guard of the comparison in tests/hf/test_every_type.py: causal attention gives other tokens."""
     ids = gemma3.prompt(0, 1)

@@ -39,6 +39,19 @@ def test_a_chunk_ends_before_a_block_that_it_cannot_hold() -> None:
     assert chunks(scheduler, 4) == [[("image", 0, 5)], [("image", 5, 6)], [("image", 11, 8)], [("image", 19, 1)]]
 
 
+def test_a_block_that_fits_into_no_step_is_computed_beside_decoding() -> None:
+    """The limit was lowered for lack of memory after the request had come."""
+    scheduler = make(8)
+    scheduler.add(request("decodes", 1, rank=0))
+    chunks(scheduler, 1)
+    scheduler.max_num_batched_tokens = 4
+    scheduler.add(request("image", 10, (2, 8), rank=1))
+    scheduler.add(request("text", 9, rank=2))
+    expected = [[("decodes", 1, 1), ("image", 0, 2), ("text", 0, 1)], [("decodes", 2, 1), ("image", 2, 6)]]
+    expected += [[("decodes", 3, 1), ("image", 8, 2), ("text", 1, 1)]]
+    assert chunks(scheduler, 3) == expected
+
+
 def test_without_blocks_it_is_cut_anywhere() -> None:
     scheduler = make(8)
     scheduler.add(request("text", 20))

@@ -411,6 +411,34 @@ def test_a_scheduler_that_begins_anew_holds_no_image() -> None:
     assert case.towers.encoded == [b"one", b"two"]
 
 
+def test_a_sequence_counts_as_admitted_in_the_step_of_its_first_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step without chunks is not launched, so the device would go on with the pages of the sequence that had the slot before.
+    Here the cache has a part of the image for which the sequence waits."""
+    case = Case(PromptShare(0.0075), ahead=True)
+    serial = case._serial
+    case._serial = count(0)
+    case.add("first", 20, b"one", 16, b"two", 1, embeddings=40)
+    case.run()
+    del case.towers.known[b"two"]
+    case._serial = serial
+    case.add("decodes", 20, answer=2)
+    case.step()
+    case.step()  # its last token, which the next step does not know yet
+    case._serial = count(0)
+    with monkeypatch.context() as patch:  # as if the prefix had been computed after it has come
+        patch.setattr(case.scheduler._prefix, "num_cached", lambda _: 0)
+        case.add("again", 20, b"one", 16, b"two", 50, embeddings=40)
+    again = case.scheduler.sequences["again"]
+    batch = case.step()
+    assert again.slot >= 0, "it is the scenario of this test"
+    assert not batch.chunks
+    assert not batch.admitted
+    while not batch.chunks:
+        batch = case.step()
+    assert batch.admitted == [again]
+    case.run()
+
+
 def test_other_weights_encode_again() -> None:
     case = Case()
     case.add("image", 20, b"one", 200, answer=40)
@@ -421,6 +449,22 @@ def test_other_weights_encode_again() -> None:
     case.scheduler.check_integrity()
     case.run()
     assert case.towers.encoded == [b"one", b"one"]
+
+
+def test_other_weights_release_an_image_on_its_way_whose_request_has_ended() -> None:
+    case = Case(PromptShare(0.0075))
+    case.add("decodes", 20, answer=100)
+    case.step()
+    case.add("image", 20, b"one")
+    case.step()
+    assert case.towers.is_busy
+    case.scheduler.abort("image")
+    assert case.towers.held == {b"one"}, "it is encoded all the same"
+    case.towers._left = None  # as `ImageEncoder.forget`
+    case.scheduler.forget_cache()
+    assert not case.towers.held
+    case.scheduler.check_integrity()
+    case.run()
 
 
 PARTS = st.lists(st.integers(1, 90) | st.sampled_from([b"a", b"b", b"c", b"d"]), min_size=1, max_size=5)
