@@ -7,6 +7,7 @@ async with work.computed(inputs, params, prompt="", cuts=False, size=4096) as fo
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -20,7 +21,7 @@ from fa_serve.engine import Pooled, PoolingParams
 from fa_serve.engine.pooling.params import PooledRows
 from fa_serve.spec import ParameterError
 
-from ..answers.generation import Job, RequestFields, engine_errors, failure
+from ..answers.generation import REFUSALS, Job, RequestFields, engine_errors, failure
 from ..errors import BadRequest, parameter_refused
 from ..observe.metrics import SequenceMetrics
 from ..observe.timelines import Timeline
@@ -104,17 +105,23 @@ class PoolingWork:
             job = self._job(len(inputs))
             sent = self._timeline.send() if self._timeline is not None else 0.0
             metrics = SequenceMetrics(service.metrics, service.model_name, self._arrival)
-            reason = "abort"
-            try:
-                with engine_errors(service, job):
+            reason = "error"
+            with engine_errors(service, job):
+                try:
                     outputs = await service.engine.encode(tokens, params, self.name, priority=self._priority, client=job.client)
-                bad = next((each for each in outputs if each.pooled is None), None)
-                reason = "error" if bad else "stop"
-                if bad is not None:
-                    raise failure(service, job, bad)
-            finally:
-                if reason != "stop":
-                    metrics.end(reason)
+                    bad = next((each for each in outputs if each.pooled is None), None)
+                    if bad is not None:
+                        raise failure(service, job, bad)
+                    reason = "stop"
+                except asyncio.CancelledError:
+                    reason = "abort"
+                    raise
+                except REFUSALS:
+                    reason = "refused"
+                    raise
+                finally:
+                    if reason != "stop":
+                        metrics.end(reason)
             for output in outputs:
                 if self._timeline is not None:
                     self._timeline.take(sent, output)
