@@ -50,6 +50,8 @@ from ..service import Service
 T = TypeVar("T")
 log = logging.getLogger("fa_serve.server")
 STRUCTURED_FIELDS = {"structured", *(field.name for field in fields(StructuredOutput))}
+REFUSALS = (ParameterError, QueueFullError, TrialProcessError)
+"""The exceptions with which the engine refuses a request before it begins. Metrics do not count such requests."""
 
 
 @dataclass(frozen=True)
@@ -139,7 +141,7 @@ async def sequences_of_prompt(
         except (GeneratorExit, asyncio.CancelledError):
             unfinished_reason = "abort"
             raise
-        except (ParameterError, QueueFullError, TrialProcessError):
+        except REFUSALS:
             unfinished_reason = "refused"
             raise
         finally:

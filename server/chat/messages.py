@@ -2,6 +2,7 @@
 
     reader = MessageReader(thoughts, tools)
     delta = reader.read("<think>Hm")            # {"reasoning_content": "Hm"}
+    thoughts, pieces = reader.pieces(text)      # the same with contents and calls in the model's order
     message = reader.whole(text)                # from a reader that has read nothing yet
 
 The reader of reasoning.py takes the thoughts out of the text, and the reader of tools.py takes the calls out of the rest.
@@ -14,7 +15,7 @@ from typing import Any
 from ..replies import ToolCallDelta
 from .reasoning import ThoughtReader
 from .tool_call import new_call
-from .tools import ToolReader
+from .tools import Piece, ToolReader
 
 
 class MessageReader:
@@ -41,17 +42,22 @@ class MessageReader:
 
     def read(self, text: str, last: bool = False) -> dict[str, Any]:
         """The delta with what is certain by now. With `last`, it has everything that is left."""
+        thoughts, pieces = self.pieces(text, last)
+        content = "".join(piece for piece in pieces if isinstance(piece, str))
+        calls = [piece for piece in pieces if not isinstance(piece, str)]
+        delta = {"reasoning_content": thoughts, "content": content, "tool_calls": calls}
+        return {name: value for name, value in delta.items() if value}
+
+    def pieces(self, text: str, last: bool = False) -> tuple[str, list[Piece]]:
+        """The thoughts that are certain by now, and what follows them as the pieces of tools.py. `last`: as in `read`"""
         thoughts = ""
-        calls: list[ToolCallDelta] = []
         if self._thoughts is not None:
             thoughts, text = self._thoughts.read(text, last)
-        if self._function is not None and text:
-            calls = [self._arguments(self._function, text)]
-            text = ""
         if self._tools is not None:
-            text, calls = self._tools.read(text, last)
-        delta = {"reasoning_content": thoughts, "content": text, "tool_calls": calls}
-        return {name: value for name, value in delta.items() if value}
+            return thoughts, self._tools.read(text, last)
+        if not text:
+            return thoughts, []
+        return thoughts, [text if self._function is None else self._arguments(self._function, text)]
 
     def whole(self, text: str) -> dict[str, Any]:
         """The message of a plain reply."""

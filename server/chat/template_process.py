@@ -60,15 +60,17 @@ def first_showing(
 def prepare(given: dict[str, Any]) -> Callable[[bytes], bytes]:
     """Return the function that trial_process.py calls for each request. Requests and replies are JSON.
 
-    A request has a template, messages, tools, variables and the `end` (`PromptEnd` of conversation.py), and the reply has the
-    text or an error. A request with `groups` of conversations and `words` instead of messages and tools gets the result of
-    `first_showing`.
+    A request has a template, messages, tools, variables and the `end` (`PromptEnd` of conversation.py). The reply has the text,
+    an error, or the error `invalid` of a template that is refused for any messages. A request with `groups` of conversations
+    and `words` instead of messages and tools gets the result of `first_showing`.
 
     given: max_chars, the most characters that a prompt can have; in place of a longer text, the reply has null
     """
     from transformers.utils.chat_template_utils import render_jinja_template
 
     render_jinja_template([[]], chat_template="")  # loads jinja2
+    from jinja2 import TemplateSyntaxError
+
     max_chars = given["max_chars"]
 
     def render(messages: Any, asked: dict[str, Any]) -> dict[str, Any]:
@@ -85,6 +87,8 @@ def prepare(given: dict[str, Any]) -> Callable[[bytes], bytes]:
             raise
         except OutputTooLongError:
             return {"text": None}
+        except TemplateSyntaxError as error:
+            return {"invalid": f"{error!s:.{MAX_REASON}}"}
         except Exception as error:  # whatever a client's template raises
             return {"error": f"{error!s:.{MAX_REASON}}"}
         [text], _ = rendered  # the text of the one conversation, and where its answers are

@@ -65,7 +65,7 @@ class Template:
             return {value for _, kind, value in jinja2.Environment().lex(self._text) if kind == "name"}
         except jinja2.TemplateSyntaxError as error:
             self._refuse_if_broken()
-            raise BadRequest(f"The chat template is not valid: {error}.", param="chat_template") from None
+            raise _not_valid(str(error)) from None
 
     @cached_property
     def holds_the_interpreter(self) -> bool:
@@ -227,6 +227,8 @@ class Template:
             "end": end._asdict(),
         }
         reply = json.loads(trial.run(to_json(given)))
+        if "invalid" in reply:
+            raise _not_valid(reply["invalid"])
         if "error" in reply:
             raise jinja2.TemplateError(reply["error"])
         if reply["text"] is None:
@@ -245,6 +247,10 @@ class Template:
             if name in reserved or not self.reads(name):
                 message = f"chat_template_kwargs must hold variables that the chat template reads, got {name!r}."
                 raise BadRequest(message, param="chat_template_kwargs")
+
+
+def _not_valid(reason: str) -> BadRequest:
+    return BadRequest(f"The chat template is not valid: {reason}.", param="chat_template", code="invalid_value")
 
 
 def _left_out(messages: list[dict[str, Any]], prompt: str, roles: set[str]) -> Iterator[dict[str, Any]]:

@@ -1,12 +1,13 @@
 """Finds the tool calls in a model's text, in the formats that chat templates teach, while the text arrives.
 
     reader = ToolReader(FORMATS["hermes"], offered=["add"])
-    content, calls = reader.read('<tool_call>{"name": "add", "arguments": {"a"')
-    content, calls = reader.read(': 1}}</tool_call>', last=True)
+    pieces = reader.read('I add. <tool_call>{"name": "add", "arguments": {"a"')
+    pieces = reader.read(': 1}}</tool_call>', last=True)
 
-`calls` are deltas as OpenAI streams them: the first delta of a call has its id and name, the following ones have the arguments,
-character by character and unchanged. The result does not depend on where the text is cut, so a plain reply equals the sum of
-its stream. Text that looks like a call but is not one becomes content. White space around calls is dropped.
+A piece is content, or a delta of a call as OpenAI streams it: the first delta of a call has its id and name, the following ones
+have the arguments, character by character and unchanged. Pieces are in the order in which the model has written them. The
+result does not depend on where the text is cut, so a plain reply equals the sum of its stream. Text that looks like a call but
+is not one becomes content. White space around calls is dropped.
 
 Formats:
 - hermes, which Qwen uses too: <tool_call>{"name": ..., "arguments": ...}</tool_call>, any number of them
@@ -21,6 +22,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection
 from dataclasses import dataclass
+from itertools import groupby
 
 from ..replies import ToolCallDelta
 from .reasoning import held_back
@@ -44,6 +46,7 @@ class ToolFormat:
     id_length: int | None = None
 
 
+Piece = str | ToolCallDelta
 FORMATS = {
     "hermes": ToolFormat("<tool_call>", "</tool_call>"),
     "llama3_json": ToolFormat("<|python_tag|>", bare=True),
@@ -96,28 +99,26 @@ class ToolReader:
         self._marked = False  # a marker has been seen
         self._after_call = False  # a call has ended and no content has followed
         self._call = CallParser()
-        self._content: list[str] = []
-        self._deltas: list[ToolCallDelta] = []
+        self._pieces: list[Piece] = []
         self.num_calls = 0
 
-    def read(self, text: str, last: bool = False) -> tuple[str, list[ToolCallDelta]]:
-        """The content and the calls that are certain by now. With `last`, everything that is left."""
+    def read(self, text: str, last: bool = False) -> list[Piece]:
+        """The pieces that are certain by now. With `last`, everything that is left."""
         self._text = self._text[self._position :] + text
         self._position = 0
-        self._content = []
-        self._deltas = []
+        self._pieces = []
         while self._position < len(self._text) and self._state():
             pass
         if last:
             if self._format.opening:  # otherwise what is left is a call that was cut off before its name
                 self._add_content("".join(self._raw or ()) + self._text[self._position :])
             if not self.num_calls:
-                self._content += self._space
+                self._pieces += self._space
             self._text = ""
             self._position = 0
             self._raw = []
             self._space = []
-        return "".join(self._content), self._deltas
+        return _joined(self._pieces)
 
     def _advance(self, end: int) -> str:
         """Read the text up to this position."""
@@ -241,7 +242,7 @@ class ToolReader:
             text = text.lstrip()
         kept = text.rstrip()
         if kept:
-            self._content += [*self._space, kept]
+            self._pieces += [*self._space, kept]
             self._space = []
             self._after_call = False
         if len(kept) < len(text):
@@ -255,12 +256,23 @@ class ToolReader:
         self._after_call = True
         self.num_calls += 1
         if self.num_calls == 1 or not self._single:
-            self._deltas.append(new_call(self.num_calls - 1, name, self._format.id_length))
+            self._pieces.append(new_call(self.num_calls - 1, name, self._format.id_length))
 
     def _add_arguments(self, text: str) -> None:
         index = self.num_calls - 1
         if not text or (index and self._single):
             return
-        if not self._deltas or self._deltas[-1]["index"] != index:
-            self._deltas.append({"index": index, "function": {"arguments": ""}})
-        self._deltas[-1]["function"]["arguments"] += text
+        newest = self._pieces[-1] if self._pieces else ""
+        if isinstance(newest, str) or newest["index"] != index:
+            newest = {"index": index, "function": {"arguments": ""}}
+            self._pieces.append(newest)
+        newest["function"]["arguments"] += text
+
+
+def _joined(pieces: list[Piece]) -> list[Piece]:
+    """The pieces with each run of contents as one. Joining them as they arrive would copy a long text many times."""
+    found: list[Piece] = []
+    for is_text, group in groupby(pieces, lambda piece: isinstance(piece, str)):
+        members = list(group)
+        found += ["".join(map(str, members))] if is_text else members
+    return found

@@ -2,16 +2,16 @@
 
     class Request(Translated): def translated(self) -> ChatRequest: ...
     class Reply(DialectAnswer): ...
-    for change, part, text in parts.read(delta): ...
+    for change, part, text in parts.read(thoughts, pieces): ...
 
-A part of an answer is its thoughts, a text, or a tool call. `Parts` turns the deltas of chat/messages.py into changes of parts,
-because both dialects announce each part, fill it, and close it before the next one begins.
+A part of an answer is its thoughts, a text, or a tool call. `Parts` turns what the reader of chat/messages.py returns into
+changes of parts, because both dialects announce each part, fill it, and close it before the next one begins.
 """
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
@@ -23,6 +23,7 @@ from fa_serve.engine import RequestOutput
 
 from ..chat.answer import ChatAnswer
 from ..chat.conversation import ChatRequest, Message
+from ..chat.tools import Piece
 from ..errors import ApiError, ParameterRefused, parameter_refused
 from ..rules import rule_of
 from ..service import Service
@@ -99,24 +100,22 @@ Change = tuple[Literal["begin", "more", "end"], Part, str]
 
 
 class Parts:
-    """The parts of one answer. `read` gives the changes that a delta makes; a change "more" carries the new text."""
+    """The parts of one answer. `read` gives the changes that an output makes; a change "more" carries the new text."""
 
     def __init__(self) -> None:
         self.all: list[Part] = []
         self._open = False
 
-    def read(self, delta: Mapping[str, Any]) -> Iterator[Change]:
-        calls = list(delta.get("tool_calls", ()))
-        if thoughts := delta.get("reasoning_content"):
+    def read(self, thoughts: str, pieces: Sequence[Piece]) -> Iterator[Change]:
+        if thoughts:
             yield from self._text("thoughts", thoughts)
-        while calls and "id" not in calls[0]:  # more arguments of the open call, which precede any new text
-            yield from self._more(calls.pop(0)["function"]["arguments"])
-        if text := delta.get("content"):
-            yield from self._text("text", text)
-        for call in calls:
-            if "id" in call:
-                yield from self._begin(Part("call", len(self.all), call["id"], call["function"]["name"]))
-            yield from self._more(call["function"]["arguments"])
+        for piece in pieces:
+            if isinstance(piece, str):
+                yield from self._text("text", piece)
+                continue
+            if "id" in piece:
+                yield from self._begin(Part("call", len(self.all), piece["id"], piece["function"]["name"]))
+            yield from self._more(piece["function"]["arguments"])
 
     def end(self) -> Iterator[Change]:
         """Close the last part."""
@@ -195,7 +194,7 @@ class DialectAnswer(ChatAnswer):
     def _wanted_effort(self) -> str | None: ...
 
     def _read(self, output: RequestOutput) -> None:
-        self._changes = list(self._parts.read(self._reader(0).read(output.text, output.finished)))
+        self._changes = list(self._parts.read(*self._reader(0).pieces(output.text, output.finished)))
         if self._parts.all and all(part.kind == "thoughts" for part in self._parts.all):
             self._num_thought_tokens = output.num_output_tokens
         if output.finished:

@@ -7,6 +7,7 @@ async with work.computed(inputs, params, prompt="", cuts=False, size=4096) as fo
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -20,7 +21,7 @@ from fa_serve.engine import Pooled, PoolingParams
 from fa_serve.engine.pooling.params import PooledRows
 from fa_serve.spec import ParameterError
 
-from ..answers.generation import Job, RequestFields, engine_errors, failure
+from ..answers.generation import REFUSALS, Job, RequestFields, engine_errors, failure
 from ..errors import BadRequest, parameter_refused
 from ..observe.metrics import SequenceMetrics
 from ..observe.timelines import Timeline
@@ -81,40 +82,47 @@ class PoolingWork:
         prompt: str = "",
         cuts: bool | None = None,
         size: int = 64,
-        counted: bool = False,
+        places: Sequence[str] | None = None,
     ) -> AsyncIterator[Computed]:
         """The encoder's results. The request keeps its place in the queue while the context lasts.
 
-        prompt:  text that is written before each text
-        cuts:    whether inputs that are too long are cut
-        size:    bytes of the answer for each input
-        counted: whether the number of inputs has already been checked, as the number of pairs
+        prompt: text that is written before each text
+        cuts:   whether inputs that are too long are cut
+        size:   bytes of the answer for each input
+        places: where each input is in the request, for errors. Then the number of inputs has already been checked
 
         Raises ApiError.
         """
         service = self._service
-        if not counted:
+        if places is None:
             self._require_few(len(inputs))
         answer = size * len(inputs)
         service.require_size(answer, self._field, [self._field])
         letters = sum(len(each) if isinstance(each, str) else sum(map(_letters, each)) for each in inputs)
         with service.reserve(1, self.key), service.reserve_bytes(answer + letters):
-            tokens = await service.tokenization.read_inputs(inputs, self.key, self._field, prompt=prompt, cuts=bool(cuts))
+            read = service.tokenization.read_inputs
+            tokens = await read(inputs, self.key, self._field, places=places, prompt=prompt, cuts=bool(cuts))
             await service.costs.begin_sequences(1 + len(inputs) // INPUTS_PER_SEQUENCE)
             job = self._job(len(inputs))
             sent = self._timeline.send() if self._timeline is not None else 0.0
             metrics = SequenceMetrics(service.metrics, service.model_name, self._arrival)
-            reason = "abort"
-            try:
-                with engine_errors(service, job):
+            reason = "error"
+            with engine_errors(service, job):
+                try:
                     outputs = await service.engine.encode(tokens, params, self.name, priority=self._priority, client=job.client)
-                bad = next((each for each in outputs if each.pooled is None), None)
-                reason = "error" if bad else "stop"
-                if bad is not None:
-                    raise failure(service, job, bad)
-            finally:
-                if reason != "stop":
-                    metrics.end(reason)
+                    bad = next((each for each in outputs if each.pooled is None), None)
+                    if bad is not None:
+                        raise failure(service, job, bad)
+                    reason = "stop"
+                except asyncio.CancelledError:
+                    reason = "abort"
+                    raise
+                except REFUSALS:
+                    reason = "refused"
+                    raise
+                finally:
+                    if reason != "stop":
+                        metrics.end(reason)
             for output in outputs:
                 if self._timeline is not None:
                     self._timeline.take(sent, output)
@@ -132,7 +140,8 @@ class PoolingWork:
         two vectors of an embedder.
 
         raw:   whether the scores of a cross-encoder are its logits, without an activation
-        ranks: the first texts are queries and the second ones documents, so that an embedder's prompts for these are used
+        ranks: the first texts are the query and the second ones documents, so that an embedder's prompts for these are used.
+               Otherwise the first texts are the request's `text_1`
         """
         service = self._service
         task = service.require_task("score", "embed")
@@ -147,8 +156,14 @@ class PoolingWork:
         count = 0
         for prompt in prompts:
             sides = [side for side in (0, 1) if (queries, documents)[side] == prompt]
-            texts = list(dict.fromkeys(pair[side] for pair in pairs for side in sides))
-            async with self.computed(texts, PoolingParams(normalize=True), prompt=prompt, cuts=cuts, counted=True) as found:
+            texts: dict[str, str] = {}  # by text, its first place in the request: each text is encoded once
+            for side in sides:
+                field = self._field if side else "query" if ranks else "text_1"
+                is_one = len({pair[side] for pair in pairs}) == 1
+                for number, pair in enumerate(pairs):
+                    texts.setdefault(pair[side], field if is_one else f"{field}[{number}]")
+            places = [*texts.values()]
+            async with self.computed([*texts], PoolingParams(normalize=True), prompt=prompt, cuts=cuts, places=places) as found:
                 vectors |= zip(((prompt, text) for text in texts), found.values, strict=True)
                 count += found.num_tokens
         scores = [float(np.dot(vectors[queries, first], vectors[documents, second])) for first, second in pairs]

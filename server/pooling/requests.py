@@ -40,6 +40,12 @@ class VllmRequest(PoolingRequest):
     model: str | None = None
     truncate_prompt_tokens: Literal[-1] | None = Field(None, description="-1 is the same as truncate.")
 
+    @model_validator(mode="after")
+    def _check_truncation(self) -> VllmRequest:
+        if self.truncate is False and self.truncate_prompt_tokens is not None:
+            raise field_error("truncate_prompt_tokens", "must be absent when truncate is false, got -1")
+        return self
+
     @property
     def cuts(self) -> bool:
         return bool(self.truncate) or self.truncate_prompt_tokens is not None

@@ -9,6 +9,7 @@ tokenizer does in parallel. Left out: threads and turns (fa_serve.server.tokeniz
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -31,6 +32,7 @@ MAX_TOKENS = 1 << 20
 """The most tokens of all inputs of a call together."""
 MAX_PROMPTS = 64
 """Prompts whose lengths are remembered."""
+PLACE = re.compile(r"input\[(\d+)\]")
 PIECE = 1 << 18
 """Characters that are tokenized at once: their offsets take a hundred times as many bytes."""
 
@@ -175,8 +177,8 @@ class InputReader:
         special_tokens: add the special tokens that the tokenizer adds to every text
         first:          number of the first input in errors
 
-        Raises ParameterError("input") for an input that is empty, too long, not of this vocabulary or no text, and for too many
-        tokens of all inputs together.
+        Raises ParameterError for an input that is empty, too long, not of this vocabulary or no text, with `place_of` its
+        number as the field, and with the field "input" for too many tokens of all inputs together.
         """
         found: list[EncoderInputs] = []
         count = 0
@@ -203,7 +205,7 @@ class InputReader:
         encodings = iter(tokenizer.encode_batch_fast(texts, add_special_tokens=special_tokens))
         found = [next(encodings) if known else None for known in is_text]
         rows = [
-            self._numbered_ids(each, number, truncate) if encoding is None else encoding.ids  # type: ignore[arg-type]
+            self._checked_ids(each, number, truncate) if encoding is None else encoding.ids  # type: ignore[arg-type]
             for number, (each, encoding) in enumerate(zip(piece, found, strict=True), first)
         ]
         types = None
@@ -229,48 +231,53 @@ class InputReader:
                 part.encode()
             except UnicodeEncodeError as error:
                 rule = f"be a text that UTF-8 can encode, without half of a surrogate pair at character {error.start}"
-                raise ParameterError("input", f"{rule}, in item {number}", part[error.start : error.end]) from None
+                raise ParameterError(place_of(number), rule, part[error.start : error.end]) from None
         return parts[0] if len(parts) == 1 else tuple(parts)
 
-    def _checked_ids(self, ids: Sequence[int], truncate: bool) -> Sequence[int]:
+    def _checked_ids(self, ids: Sequence[int], number: int, truncate: bool) -> Sequence[int]:
+        """The ids of one input. An error names its number."""
         try:
             tokens = self._prompts.checked(ids)
         except ParameterError as error:
-            raise ParameterError("input", error.rule, error.value, error.code) from None
+            raise ParameterError(place_of(number), error.rule, error.value, error.code) from None
         limit = self._card.max_tokens
         if not truncate:
             return tokens
         return tokens[-limit:] if self._cuts_left else tokens[:limit]
-
-    def _numbered_ids(self, ids: Sequence[int], number: int, truncate: bool) -> Sequence[int]:
-        """The checked ids of one input. An error names its number."""
-        try:
-            return self._checked_ids(ids, truncate)
-        except ParameterError as error:
-            raise ParameterError("input", f"{error.rule}, in item {number}", error.value, error.code) from None
 
     def _check(self, inputs: EncoderInputs, first: int) -> None:
         """Raise ParameterError for an input without tokens, with too many, or with some that the model does not know."""
         lengths = inputs.lengths
         if not lengths.all():
             number = first + int(np.argmin(lengths))
-            raise ParameterError("input", f"have at least one token in each item, but item {number} has none", [])
+            raise ParameterError(place_of(number), "have at least one token", [])
         if lengths.max() > self._card.max_tokens:
             index = int(np.argmax(lengths > self._card.max_tokens))
             raise self._too_long(first + index, int(lengths[index]))
         if inputs.ids.max() >= self._prompts.vocab_size:
             number = int(np.searchsorted(inputs.ends, int(np.argmax(inputs.ids)), side="right")) - 1
-            self._numbered_ids(inputs[number].ids.tolist(), first + number, False)  # raises an error that says more
+            self._checked_ids(inputs[number].ids.tolist(), first + number, False)  # raises an error that says more
 
     def _too_long(self, number: int, length: object) -> ParameterError:
         limit = self._card.max_tokens
-        rule = f"have at most {limit} tokens in each item, this model's limit, unless truncate is true (item {number})"
-        return ParameterError("input", rule, length, "context_length_exceeded")
+        rule = f"have at most {limit} tokens, this model's limit, unless truncate is true"
+        return ParameterError(place_of(number), rule, length, "context_length_exceeded")
 
     def _count_prompt(self, prompt: str) -> int:
         """The tokens of a prompt, without a special token at its end."""
         ids = self._whole.encode(prompt).ids
         return len(ids) - (bool(ids) and ids[-1] in self._special)
+
+
+def place_of(number: int) -> str:
+    """The name of one of several inputs, as the field of an error."""
+    return f"input[{number}]"
+
+
+def number_of(place: str) -> int | None:
+    """The number of the input that `place_of` named; None for another field."""
+    found = PLACE.fullmatch(place)
+    return None if found is None else int(found[1])
 
 
 def _copy(tokenizer: Tokenizer, lower_case: bool) -> Tokenizer:

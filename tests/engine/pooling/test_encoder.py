@@ -72,9 +72,9 @@ def test_texts_are_cut_only_on_demand_and_as_sentence_transformers_cuts_them(sen
     encoder = load(path)
     assert encoder.card.max_tokens == 12
     texts = ["WHY is the sky so blue", "a Dog"]
-    with pytest.raises(ParameterError, match=r"at most 12 tokens.*item 0") as caught:
+    with pytest.raises(ParameterError, match="at most 12 tokens") as caught:
         encoder.encode(texts)
-    assert (caught.value.field, caught.value.code) == ("input", "context_length_exceeded")
+    assert (caught.value.field, caught.value.code) == ("input[0]", "context_length_exceeded")
     wanted = sentence_transformers.SentenceTransformer(str(path), device="cpu").encode(texts)
     assert cosine_distance(encoder.encode(texts, truncate=True), wanted) < DISTANCE
 
@@ -257,7 +257,7 @@ def test_token_ids_are_taken_as_they_are(tmp_path) -> None:
     for wrong in ([], [999], [-1]):
         with pytest.raises(ParameterError) as caught:
             encoder.encode([wrong])
-        assert caught.value.field == "input"
+        assert caught.value.field == "input[0]"
 
 
 def test_what_is_no_text_is_refused_with_what_is_one(tmp_path) -> None:
@@ -271,7 +271,7 @@ def test_what_is_no_text_is_refused_with_what_is_one(tmp_path) -> None:
             match=r"input must be a list in which each item is a text, a tuple of two texts .* \(item 0 is not\), got",
         ):
             encoder.encode(given)
-    with pytest.raises(ParameterError, match="input must be a text or a list of token ids, in item 1"):
+    with pytest.raises(ParameterError, match=r"input\[1\] must be a text or a list of token ids"):
         encoder.encode(["a text", b"a text"])
     with pytest.raises(ParameterError, match="inputs must be a list"):
         encoder.pooled("a text")
@@ -342,7 +342,7 @@ def test_texts_are_read_while_batches_are_computed(tmp_path, monkeypatch) -> Non
     before = encoder.stats().num_steps
     np.testing.assert_allclose(encoder.encode([*TEXTS] * 3), np.concatenate([wanted] * 3), atol=1e-5)
     assert steps[0] == before < steps[-1]
-    with pytest.raises(ParameterError, match="item 7"):
+    with pytest.raises(ParameterError, match=r"input\[7\]"):
         encoder.encode([*["a cat"] * 7, []])
     encoder.check_integrity()
     assert not encoder.has_unfinished()

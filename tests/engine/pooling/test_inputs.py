@@ -8,7 +8,7 @@ import pytest
 from encoder_folders import LENGTH, PAIRS, TEXTS, VOCABULARY, word_pieces
 
 from fa_serve.engine.pooling import inputs
-from fa_serve.engine.pooling.inputs import InputReader
+from fa_serve.engine.pooling.inputs import InputReader, number_of
 from fa_serve.engine.pooling.params import EncoderCard
 from fa_serve.spec import ParameterError
 
@@ -42,7 +42,7 @@ def test_the_order_is_kept_across_pieces(monkeypatch) -> None:
 def test_long_texts_are_cut_as_transformers_cuts_them(text) -> None:
     with pytest.raises(ParameterError) as caught:
         reader().read([text])
-    assert (caught.value.field, caught.value.code) == ("input", "context_length_exceeded")
+    assert (caught.value.field, caught.value.code) == ("input[0]", "context_length_exceeded")
     texts = text if isinstance(text, tuple) else (text,)
     wanted = word_pieces()(*texts, truncation="longest_first", max_length=LENGTH)
     assert reader().read([text], truncate=True)[0].ids.tolist() == wanted["input_ids"]
@@ -82,7 +82,7 @@ def test_tokens_of_all_inputs_together_have_a_bound(monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ([], "at least one token in each item"),
+        ([], "at least one token"),
         ([len(VOCABULARY)], "token ids from 0 to"),
         ([-1], "token ids from 0 to"),
         ("\ud800", "UTF-8"),
@@ -91,7 +91,9 @@ def test_tokens_of_all_inputs_together_have_a_bound(monkeypatch) -> None:
 def test_what_is_no_input_is_refused_with_its_number(given, message: str) -> None:
     with pytest.raises(ParameterError, match=message) as caught:
         reader().read(["a", given])
-    assert caught.value.field == "input"
+    assert caught.value.field == "input[1]"
+    assert number_of(caught.value.field) == 1
+    assert number_of("input") is number_of("input[1].text") is None
 
 
 def test_prompts_are_counted_without_the_last_special_token() -> None:

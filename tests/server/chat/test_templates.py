@@ -29,9 +29,13 @@ async def test_a_template_of_the_request(teller, engine):
     async with teller(("a",), allow_request_chat_template=True) as client:
         own = {**ASK, "chat_template": "<{{ messages[0].content }}{{ x }}>", "chat_template_kwargs": {"x": 3}}
         assert (await client.post("/v1/chat/completions", json=own)).status_code == 200
-        for bad in ("{% if %}", "{{ messages.append(1) }}", "{{ 1 / 0 }}", "{{ ''.__class__.__mro__ }}", "{{ x.y.z }}"):
+        for bad in ("{{ messages.append(1) }}", "{{ 1 / 0 }}", "{{ ''.__class__.__mro__ }}", "{{ x.y.z }}"):
             response = await client.post("/v1/chat/completions", json={**ASK, "chat_template": bad})
-            assert response.status_code == 400, bad
+            assert (response.status_code, response.json()["error"]["param"]) == (400, "messages"), bad
+        for invalid in ("{% if %}", "{% for message in messages %}", "{{ messages | nothing }}", "{{ 'a"):
+            response = await client.post("/v1/chat/completions", json={**ASK, "chat_template": invalid})
+            assert (response.status_code, response.json()["error"]["param"]) == (400, "chat_template"), invalid
+            assert response.json()["error"]["message"].startswith("The chat template is not valid: ")
     assert engine.tokenizer.decode(engine.seen[0].prompt) == "<Hi3>"
 
 

@@ -20,9 +20,10 @@ def read(style: str, *pieces: str, single: bool = False) -> tuple[str, list[tupl
     content = ""
     calls = {}
     for position, piece in enumerate(pieces):
-        text, deltas = reader.read(piece, last=position + 1 == len(pieces))
-        content += text
-        for delta in deltas:
+        for delta in reader.read(piece, last=position + 1 == len(pieces)):
+            if isinstance(delta, str):
+                content += delta
+                continue
             if delta["index"] not in calls:
                 assert delta["index"] == len(calls)
                 assert delta["type"] == "function"
@@ -170,15 +171,15 @@ def test_rubbish_is_read_alike_wherever_it_is_cut(style, scraps, cut):
 
 def test_arguments_stream_as_they_come():
     reader = ToolReader(FORMATS["hermes"], OFFERED)
-    assert reader.read('Now <tool_call>{"name": "ad') == ("Now", [])
-    _, [first] = reader.read('d", "arguments": {"a": ')
+    assert reader.read('Now <tool_call>{"name": "ad') == ["Now"]
+    [first] = reader.read('d", "arguments": {"a": ')
     assert first["function"] == {"name": "add", "arguments": '{"a": '}
-    assert reader.read("1")[1] == [{"index": 0, "function": {"arguments": "1"}}]
+    assert reader.read("1") == [{"index": 0, "function": {"arguments": "1"}}]
 
 
 def test_one_call_alone_and_ids():
     assert read("hermes", *f"<tool_call>{call(*ADD)}</tool_call><tool_call>{call()}</tool_call>", single=True) == ("", [ADD])
-    [delta] = ToolReader(FORMATS["mistral"], OFFERED).read(f"[TOOL_CALLS][{call(*ADD)}]", last=True)[1]
+    [delta] = ToolReader(FORMATS["mistral"], OFFERED).read(f"[TOOL_CALLS][{call(*ADD)}]", last=True)
     assert (len(delta["id"]), delta["id"].isalnum()) == (9, True), "Mistral's templates check it"
 
 

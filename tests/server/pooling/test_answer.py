@@ -62,6 +62,29 @@ async def test_requests_at_once_share_batches_and_keep_their_answers(encoding, e
     assert "kv_cache_usage_perc" not in text
 
 
+async def test_metrics_count_requests_by_the_way_they_end(encoding, encoder_of, monkeypatch) -> None:
+    """A refused request is not counted, and only a client that leaves is one that aborts."""
+
+    def counts(text: str) -> dict[str, float]:
+        names = ("stop", "abort", "error")
+        line = 'fa_serve:request_success_total{finished_reason="%s",model_name="tiny"} '
+        return {name: float(text.split(line % name)[1].split()[0]) for name in names if line % name in text}
+
+    async with encoding("embed", request_timeout=5) as client:
+        await post(client, "/v1/embeddings", MODEL | {"input": "a", "dimensions": 1 << 20}, 400)
+        assert counts((await client.get("/metrics")).text) == {}
+        monkeypatch.setattr(type(encoder_of("embed")._pipeline), "compute", lambda *_: 1 / 0)
+        await post(client, "/v1/embeddings", MODEL | {"input": "a"}, 500)
+        assert counts((await client.get("/metrics")).text) == {"error": 1}
+        monkeypatch.undo()
+        await post(client, "/v1/embeddings", MODEL | {"input": "a"})
+        assert counts((await client.get("/metrics")).text) == {"error": 1, "stop": 1}
+    async with encoding("embed", request_timeout=0.05) as client:
+        monkeypatch.setattr(type(encoder_of("embed")), "step", lambda self: [])
+        await post(client, "/v1/embeddings", MODEL | {"input": "a"}, 504)
+        assert counts((await client.get("/metrics")).text) == {"abort": 1}
+
+
 async def test_a_request_that_is_cancelled_leaves_the_queue(encoding, encoder_of, monkeypatch) -> None:
     encoder = encoder_of("embed")
     async with encoding("embed", request_timeout=0.05) as client:

@@ -49,6 +49,7 @@ def test_one_text_is_scored_with_each(first, second, wanted) -> None:
         (EmbeddingRequest, {"model": "m", "input": "a", "dimensions": 0}),
         (EmbeddingRequest, {"model": "m", "input": "a", "encoding_format": "hex"}),
         (EmbeddingRequest, {"model": "m", "input": "a", "truncate_prompt_tokens": 5}),
+        (EmbeddingRequest, {"model": "m", "input": "a", "truncate": False, "truncate_prompt_tokens": -1}),
         (EmbeddingRequest, {"model": "m", "input": ["a", 1]}),
         (RerankRequest, {"query": "a", "documents": []}),
         (RerankRequest, {"query": "", "documents": ["a"]}),

@@ -67,9 +67,10 @@ async def test_long_inputs_are_refused_or_cut_on_demand(encoding, encoder_of) ->
         for path, field, more in (("/v1/embeddings", "input", MODEL), ("/embed", "inputs", {})):
             error = await post(client, path, more | {field: [TEXTS[0], text]}, 400)
             assert error["error"]["code"] == "context_length_exceeded"
-            assert error["error"]["param"] == field
-            assert f"at most {LENGTH} tokens" in error["error"]["message"]
-            assert "item 1" in error["error"]["message"]
+            assert error["error"]["param"] == f"{field}[1]"
+            assert error["error"]["message"].startswith(f"{field}[1] must have at most {LENGTH} tokens")
+            alone = await post(client, path, more | {field: text}, 400)
+            assert alone["error"]["message"].startswith(f"{field} must have at most {LENGTH} tokens")
             await post(client, path, more | {field: text, "truncate": True})
         await post(client, "/v1/embeddings", MODEL | {"input": text, "truncate_prompt_tokens": -1})
         empty = await post(client, "/v1/embeddings", MODEL | {"input": []}, 400)
@@ -141,6 +142,34 @@ async def test_an_embedder_ranks_with_its_prompts(encoding, encoder_of) -> None:
     assert found[len(TEXTS)] == pytest.approx(encoder.encode(QUERY, prompt_name="document") @ query, abs=1e-5)
 
 
+@pytest.mark.parametrize("prompts", [{}, {"prompts": {"query": "find this: "}}], ids=["no prompts", "prompts"])
+async def test_an_embedder_says_which_text_of_a_pair_is_too_long(tmp_path, prompts) -> None:
+    """Both texts of a pair go to the encoder together, and each text only once."""
+    path = save_encoder(tmp_path, "bert", general=prompts)
+    app = create_app(
+        AsyncEngine(Encoder(EngineConfig(model=path, device="cpu", dtype="float32", task="embed"))),
+        Settings(served_model_name="tiny"),
+    )
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    opened = httpx.AsyncClient(transport=transport, base_url="http://localhost")
+    long = "a " * (LENGTH + 1)
+    bodies = {
+        "query": ("/v1/rerank", {"query": long, "documents": ["a", "b"]}),
+        "documents[2]": ("/v2/rerank", {"query": "a", "documents": ["a", "a", long]}),
+        "texts[1]": ("/rerank", {"query": "a", "texts": ["b", long]}),
+        "text_1": ("/score", {"text_1": long, "text_2": ["a", "b"]}),
+        "text_1[1]": ("/v1/score", {"text_1": ["a", long], "text_2": ["a", "b"]}),
+        "text_2[1]": ("/score", {"text_1": "a", "text_2": ["a", long]}),
+        "text_2": ("/score", {"text_1": "a", "text_2": long}),
+    }
+    async with app.router.lifespan_context(app), opened as client:
+        await app.state.service.loaded()
+        for place, (route, body) in bodies.items():
+            error = (await post(client, route, body, 400))["error"]
+            assert (error["param"], error["code"]) == (place, "context_length_exceeded")
+            assert error["message"].startswith(f"{place} must have at most {LENGTH} tokens, this model's limit")
+
+
 @pytest.mark.parametrize(
     "prompts",
     [
@@ -173,9 +202,8 @@ async def test_a_bad_token_id_says_which_input_has_it(encoding) -> None:
         for bad in (100_000, 1 << 40):
             async with encoding("embed") as client:
                 error = await post(client, path, MODEL | {field: [[5, 6], [7], [5, bad, 8]]}, 400)
-            text = error["error"]["message"]
-            assert error["error"]["param"] == field
-            assert "item 2" in text, text
+            assert error["error"]["param"] == f"{field}[2]"
+            assert error["error"]["message"].startswith(f"{field}[2] must hold token ids from 0 to")
 
 
 async def test_classes_have_labels_and_probabilities(encoding, encoder_of) -> None:
