@@ -25,7 +25,7 @@ from pydantic_core import to_jsonable_python
 
 from fa_serve.engine.images.processor import PromptMaker
 from fa_serve.engine.images.prompt import ImageInput
-from fa_serve.engine.pooling.inputs import EncoderInputs, number_of
+from fa_serve.engine.pooling.inputs import EncoderInputs, named_in_request
 from fa_serve.engine.request.detokenizer import TextStream
 from fa_serve.engine.request.params import schema_length
 from fa_serve.sandbox.trials import Cancelled, Trial, TrialError, TrialLimits, TrialProcessError, Trials
@@ -259,12 +259,7 @@ class Tokenization:
             try:
                 return reader.read(inputs, prompt=prompt, truncate=cuts)
             except ParameterError as error:
-                number = number_of(error.field)
-                if number is None:
-                    raise parameter_refused(error, field) from None
-                default = field if len(inputs) == 1 else f"{field}[{number}]"
-                place = default if places is None else places[number]
-                raise parameter_refused(ParameterError(place, error.rule, error.value, error.code), place) from None
+                raise parameter_refused(*named_in_request(error, field, len(inputs), places)) from None
 
         length = sum(len(each) if isinstance(each, str | list) else sum(map(len, each)) for each in inputs)
         length += len(prompt) * len(inputs)

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
 from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import count
@@ -41,8 +40,9 @@ from fa_serve.engine.parallel.leader import open_ranks
 from fa_serve.engine.parallel.ranks import OnLost, Ranks
 from fa_serve.engine.pooling.params import EncoderCard
 from fa_serve.engine.request.answers import Answers
+from fa_serve.engine.request.completions import complete
 from fa_serve.engine.request.input_processor import InputProcessor
-from fa_serve.engine.request.outputs import Completion, JoinedOutputs, RequestOutput
+from fa_serve.engine.request.outputs import Completion, RequestOutput
 from fa_serve.engine.request.params import SamplingParams, adapter_of_each, params_of_each
 from fa_serve.engine.request.request import Request
 from fa_serve.engine.runner.residence import Residence
@@ -71,6 +71,7 @@ class Engine:
 
     `default_params` apply to requests that give no parameters; they come from the model's generation_config.json. A given
     SamplingParams replaces all of them; `dataclasses.replace(engine.default_params, max_tokens=64)` changes one value.
+
     Raises ParameterError for settings that cannot work, with the numbers, and UnsupportedModelError for a model that fa_serve
     cannot serve. Methods raise EngineDeadError when another rank has ended.
     """
@@ -146,8 +147,9 @@ class Engine:
         if timeout is not None and not timeout > 0:
             raise ParameterError("timeout", "be positive, in seconds", timeout)
         params = params or self.default_params
-        requests = self._process(request_id, prompt, params, priority, client, cache_salt, self._adapter(adapter), images)
-        if len(requests) > self._room:
+        chosen = self._adapter(adapter)
+        requests = self._process(request_id, prompt, params, priority, client, cache_salt, chosen, images)
+        if len(requests) > self.room:
             raise QueueFullError(f"the queue is full: {self.config.max_waiting} requests are already waiting. Try again later")
         self.submit(request_id, params, requests, timeout, matcher)
         return requests[0].prompt
@@ -162,8 +164,16 @@ class Engine:
         sequences = [self._scheduler.add(request, timeout) for request in requests]
         self._answers.add(name, params, sequences, matcher)
 
+    @property
+    def room(self) -> int:
+        """How many more requests the queue has room for."""
+        return max(self.config.max_num_seqs + self.config.max_waiting - len(self._scheduler.sequences), 0)
+
     def abort(self, request_id: str) -> list[RequestOutput]:
-        """End a request. Its pages are free when this returns. Returns the last outputs of its answers, if there are any."""
+        """End a request. Its pages are free when this returns.
+
+        Returns the last outputs of its answers; none if the request has ended already or never existed.
+        """
         self._ranks.tell("abort", request_id)
         ended = [self._scheduler.abort(name) for name in self._answers.request_ids(request_id)]
         return self._answers.merge([self._answers.output(sequence) for sequence in ended if sequence is not None])
@@ -182,7 +192,8 @@ class Engine:
             self._compute_step(outputs, begin)
         finally:  # after an interrupt, such as Ctrl-C, the next step returns them
             self._late += self._answers.merge(outputs)
-        late, self._late = self._late, []
+        late = self._late
+        self._late = []
         return late
 
     def _compute_step(self, outputs: list[RequestOutput], begin: float) -> None:
@@ -240,27 +251,16 @@ class Engine:
         params = params_of_each(prompts, params, self.default_params)
         prompts, prepared = prepare_prompts(prompts, images, self.config, self._processor.reader)
         ids = [f"generate-{next(self._serial)}" for _ in prompts]
-        for structured in (each.structured for each in params if each.structured is not None):
-            self.grammars.matcher(structured)
+        for each in params:
+            if each.structured is not None:
+                self.grammars.matcher(each.structured)
         names = adapter_of_each(prompts, adapter)
         requests = [
             self._process(request_id, prompt, each, 0, None, None, self._adapter(name), own)
             for request_id, prompt, each, name, own in zip(ids, prompts, params, names, prepared, strict=True)
         ]
-        queue = deque(zip(ids, params, requests, strict=True))
-        answers = JoinedOutputs()
-        try:
-            with tqdm(total=sum(each.n for each in params), unit="answer", disable=not progress) as bar:
-                while queue or self.has_unfinished():
-                    while queue and len(queue[0][2]) <= self._room:
-                        self.submit(*queue.popleft())
-                    for output in self.step():
-                        answers.add(output)
-                        bar.update(output.finished)
-        finally:
-            for request_id in ids:
-                self.abort(request_id)
-        return [answers.completion(x, index) for x, each in zip(ids, params, strict=True) for index in range(each.n)]
+        with tqdm(total=sum(each.n for each in params), unit="answer", disable=not progress) as bar:
+            return complete(self, [*zip(ids, params, requests, strict=True)], on_step=bar.update)
 
     def load_adapter(self, name: str, folder: str | Path, reading: int | None = None) -> None:
         """Serve the adapter in a folder, in peft's format, under this name from now on. reading: number from `read_adapter`
@@ -301,6 +301,7 @@ class Engine:
                     Otherwise the new weights compute them again
 
         The prefix cache is emptied in either case. Steps in flight end first, and requests keep their tokens.
+
         Raises ParameterError for a name or a shape that the model does not have, for keep_pages with a model that keeps states,
         and with several ranks.
         """
@@ -332,9 +333,11 @@ class Engine:
         self._residence.sleep(level)
 
     def wake_up(self, tags: Iterable[str] | None = None) -> None:
-        """Allocate what `sleep` has freed, and capture the first graph. Raises ParameterError for an unknown tag.
+        """Allocate what `sleep` has freed, and capture the first graph.
 
         tags: "weights", "kv_cache", or None for both. With "weights" only, `update_weights` can use the KV cache's memory
+
+        Raises ParameterError for an unknown tag.
         """
         self._residence.wake_up(tags)
 
@@ -380,11 +383,6 @@ class Engine:
         """Assert that every page and slot is accounted for, and that there is an answer for each unfinished sequence."""
         self._scheduler.check_integrity()
         assert self._answers.states.keys() == self._scheduler.sequences.keys()
-
-    @property
-    def _room(self) -> int:
-        """How many more requests the queue has room for."""
-        return max(self.config.max_num_seqs + self.config.max_waiting - len(self._scheduler.sequences), 0)
 
     def _process(self, request_id: str, prompt: str | Sequence[int], params: SamplingParams, *options: Any) -> list[Request]:
         if request_id in self._answers:

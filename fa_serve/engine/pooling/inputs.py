@@ -274,10 +274,19 @@ def place_of(number: int) -> str:
     return f"input[{number}]"
 
 
-def number_of(place: str) -> int | None:
-    """The number of the input that `place_of` named; None for another field."""
-    found = PLACE.fullmatch(place)
-    return None if found is None else int(found[1])
+def named_in_request(error: ParameterError, field: str, count: int, places: Sequence[str] | None) -> tuple[ParameterError, str]:
+    """An error of `InputReader.read` with the name that the refused input has in a request, and the request's field.
+
+    field: holds the `count` inputs, as a list if there are several; places: where each input is, if they are not such a list
+    """
+    found = PLACE.fullmatch(error.field)
+    if found is None:
+        return error, field
+    number = int(found[1])
+    place = field if count == 1 else f"{field}[{number}]"
+    if places is not None:
+        place = places[number]
+    return ParameterError(place, error.rule, error.value, error.code), place
 
 
 def _copy(tokenizer: Tokenizer, lower_case: bool) -> Tokenizer:

@@ -153,6 +153,8 @@ class ScheduledBatch:
     def append(self, chunk: Chunk) -> None:
         length = chunk.length
         self.chunks.append(chunk)
+        if chunk.sequence.is_new:
+            self.admitted.append(chunk.sequence)
         self.num_tokens += length
         self.num_drafts += len(chunk.drafts)
         if length != chunk.num_samples:

@@ -228,7 +228,8 @@ class Scheduler:
 
     def abort(self, request_id: str) -> SequenceState | None:
         """End a sequence now; its pages are free when this returns. Returns None if no sequence has this id any more."""
-        if (sequence := self.sequences.get(request_id)) is not None:
+        sequence = self.sequences.get(request_id)
+        if sequence is not None:
             self.finish(sequence, "abort")
         return sequence
 
@@ -426,8 +427,6 @@ class Scheduler:
         num_prompt_logits = sequence.num_prompt_logits(length) if start < sequence.num_prompt_tokens else 0
         chunk = Chunk(sequence, sequence.slot, start, length + num_drafts, num_samples, num_prompt_logits, drafts)
         batch.append(chunk)
-        if sequence.is_new:
-            batch.admitted.append(sequence)
         sequence.advance(length, samples, num_drafts)
         if self.states is not None:
             chunk.source = sequence.state

@@ -8,7 +8,7 @@ import pytest
 from encoder_folders import LENGTH, PAIRS, TEXTS, VOCABULARY, word_pieces
 
 from fa_serve.engine.pooling import inputs
-from fa_serve.engine.pooling.inputs import InputReader, number_of
+from fa_serve.engine.pooling.inputs import InputReader, named_in_request
 from fa_serve.engine.pooling.params import EncoderCard
 from fa_serve.spec import ParameterError
 
@@ -92,8 +92,13 @@ def test_what_is_no_input_is_refused_with_its_number(given, message: str) -> Non
     with pytest.raises(ParameterError, match=message) as caught:
         reader().read(["a", given])
     assert caught.value.field == "input[1]"
-    assert number_of(caught.value.field) == 1
-    assert number_of("input") is number_of("input[1].text") is None
+    error = caught.value
+    for places, place in ((None, "texts[1]"), (["query", "documents[0]"], "documents[0]")):
+        named, field = named_in_request(error, "texts", 2, places)
+        assert (named.field, named.rule, named.value, field) == (place, error.rule, error.value, place)
+    assert named_in_request(error, "text", 1, None)[1] == "text"
+    other = ParameterError("input[1].text", "be short", 3)
+    assert named_in_request(other, "texts", 2, None) == (other, "texts")
 
 
 def test_prompts_are_counted_without_the_last_special_token() -> None:
