@@ -147,8 +147,7 @@ class Engine:
         if timeout is not None and not timeout > 0:
             raise ParameterError("timeout", "be positive, in seconds", timeout)
         params = params or self.default_params
-        chosen = self._adapter(adapter)
-        requests = self._process(request_id, prompt, params, priority, client, cache_salt, chosen, images)
+        requests = self._process(request_id, prompt, params, priority, client, cache_salt, self._adapter(adapter), images)
         if len(requests) > self._room:
             raise QueueFullError(f"the queue is full: {self.config.max_waiting} requests are already waiting. Try again later")
         self.submit(request_id, params, requests, timeout, matcher)
@@ -170,8 +169,10 @@ class Engine:
         Returns the last outputs of its answers; none if the request has ended already or never existed.
         """
         self._ranks.tell("abort", request_id)
+        late = [output for output in self._late if output.request_id == request_id]
+        self._late = [output for output in self._late if output.request_id != request_id]  # nothing comes after the end
         ended = [self._scheduler.abort(name) for name in self._answers.request_ids(request_id)]
-        return self._answers.merge([self._answers.output(sequence) for sequence in ended if sequence is not None])
+        return late + self._answers.merge([self._answers.output(sequence) for sequence in ended if sequence is not None])
 
     def has_unfinished(self) -> bool:
         """Whether `step` has anything to do."""
@@ -203,9 +204,8 @@ class Engine:
             self._runner.adapters.wait()
         outputs += self._take_outputs()
         self._ranks.end_step()
-        late = self._late
-        self._late = []
-        return late + self._answers.merge(outputs)
+        outputs, self._late = self._late + self._answers.merge(outputs), []
+        return outputs
 
     def drain(self) -> list[RequestOutput]:
         """Wait for the steps in flight. Returns what requests gained. Requests stay unfinished, with their tokens and pages."""
