@@ -247,8 +247,10 @@ class LoraMemory:
             base = dense_weight(site, part)
             assert base is not None
             device = base.device
-            norms = torch.linalg.norm(base + low.scale * (b.to(device).float() @ a.to(device).float()), dim=1).cpu()
-            factor = low.magnitude.float() / norms
+            factor = torch.ones(len(b))  # while `sleep` has freed the weights, which come back as another version
+            if base.numel():
+                norms = torch.linalg.norm(base + low.scale * (b.to(device).float() @ a.to(device).float()), dim=1).cpu()
+                factor = low.magnitude.float() / norms
             b = b.float() * factor[:, None]
             bias = None if bias is None else bias * factor
         if bias is not None:

@@ -96,6 +96,24 @@ def test_layers_and_adapters_are_there_after_each_sleep_of_the_weights(tmp_path)
         assert mixed_answers(engine, names)[1] == answers
 
 
+def test_an_adapter_with_dora_may_be_loaded_while_the_weights_have_no_memory(tmp_path) -> None:
+    """Its factors need the norms of the weights, and are computed when these come back. A request may even wait for both."""
+    base = partial(make_model, "llama")
+    base().save_pretrained(tmp_path / "base")
+    make_tokenizer().save_pretrained(tmp_path / "base")
+    folder = save_adapter(tmp_path / "dora", use_dora=True)
+    engine = Engine(EngineConfig(model=str(tmp_path / "base"), device="cpu", num_pages=128, page_size=4, **LORA))
+    engine.sleep(2)
+    engine.load_adapter("dora", folder)
+    engine.add_request("waiting", [5, 6, 7], GREEDY, adapter="dora")
+    engine.wake_up()
+    engine.update_weights(base().named_parameters())
+    tokens: list[int] = []
+    while engine.has_unfinished():
+        tokens += [token for output in engine.step() for token in output.token_ids]
+    assert tokens == PeftForwards(base(), {"dora": folder}).choose("dora", [5, 6, 7], tokens)
+
+
 @pytest.mark.slow
 def test_the_attention_of_a_mixture_has_adapters(make_engine, tmp_path) -> None:
     base = partial(make_model, "qwen3-moe")
