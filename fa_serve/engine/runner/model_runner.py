@@ -158,6 +158,7 @@ class ModelRunner:
 
     def refit(self) -> None:
         """Fuse layers and capture graphs again, because weights have moved in memory. The KV cache stays."""
+        detach_adapters(self.model)
         unfuse_model(self.model)
         if self.fuses or self._deterministic:
             take_scaled_experts(self.model)

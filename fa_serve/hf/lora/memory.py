@@ -101,17 +101,16 @@ class LoraMemory:
         self._staging = Staging(self.device, self.dtype, largest)
 
     def settle(self, model: Any) -> None:
-        """Find the products again after the layers of the model have been fused anew. Keeps the adapters in memory."""
+        """Find the products again after the layers of the model have been fused anew, without adapters (`detach_adapters`).
+        Keeps the adapters in memory."""
         known = {site.names: site.weights for site in self.sites}
-        for module in model.modules():
-            if isinstance(vars(module).get("forward"), AdaptedLinear):
-                del module.forward
         self.sites = list(_attach(model, self.holder))
         if [site.names for site in self.sites] != [*known]:
             raise RuntimeError("the set of fused layers has changed, so the adapters in memory cannot be used")
         for site in self.sites:
             site.weights = known[site.names]
         self._parts = {name: (site, part) for site in self.sites for part, name in enumerate(site.names)}
+        self._outer.attach(model)
 
     def _weights(self, number: int) -> LoraWeights:
         """Views of the memory that hold the adapters of one product."""
