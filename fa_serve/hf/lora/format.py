@@ -126,7 +126,7 @@ class LowRank:
         return sum(x.nbytes for x in (self.a, self.b, self.bias, self.magnitude) if x is not None)
 
     def cloned(self) -> LowRank:
-        """The same in memory of its own."""
+        """A copy that shares no memory with this one."""
         bias, magnitude = (None if x is None else x.clone() for x in (self.bias, self.magnitude))
         return LowRank(self.a.clone(), self.b.clone(), self.scale, bias, magnitude)
 

@@ -156,6 +156,36 @@ def test_experts_and_other_parameters_have_adapters(make_engine, tmp_path, famil
     assert first[0] != first[1]
 
 
+@pytest.mark.parametrize("host_bytes", [1 << 26, 40_000], ids=["on-the-host", "read-again"])
+def test_factors_of_dora_follow_the_weights(make_engine, tmp_path, host_bytes: int) -> None:
+    """Of the adapter on the device, with a request that goes on, and of those that are loaded after the update."""
+    folders = {name: save_adapter(tmp_path / name, seed=seed, r=4 + seed, use_dora=True) for seed, name in enumerate("abc")}
+    changed = make_model()
+    draw = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in changed.parameters():
+            parameter += torch.randn(parameter.shape, generator=draw) * 0.3
+    peft = PeftForwards(copy.deepcopy(changed), folders)
+    small = LORA | {"max_lora_rank": 16}
+    one_page = make_engine(**small).adapters.memory.bytes_per_page
+    engine = make_engine(**small | {"lora_bytes": one_page}, lora_host_bytes=host_bytes)
+    for name, folder in folders.items():
+        engine.load_adapter(name, folder)
+    prompt = list(range(40, 60))
+    engine.generate([prompt] * 2, GREEDY, adapter=["b", "a"])
+    engine.add_request("running", prompt, GREEDY, adapter="a")
+    tokens = [token for output in engine.step() for token in output.token_ids]
+    num_old = len(tokens)
+    engine.update_weights(changed.named_parameters())
+    while engine.has_unfinished():
+        tokens += [token for output in engine.step() for token in output.token_ids]
+    assert 0 < num_old < len(tokens)
+    assert tokens[num_old:] == peft.choose("a", prompt, tokens)[num_old:]
+    for name in "abcb":
+        [found] = engine.generate([prompt], GREEDY, adapter=name)
+        assert found.token_ids == peft.choose(name, prompt, found.token_ids), name
+
+
 @pytest.mark.parametrize(("family", "router"), [("qwen3-moe", "gate"), ("gpt-oss", "router")])
 def test_adapters_of_experts_routers_and_heads_stay_when_weights_change_and_move(make_engine, tmp_path, family, router) -> None:
     """A router with an adapter adds it to the weights that it has now. Layers are fused anew around mixtures with adapters."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import pickle
 import shutil
 import threading
@@ -244,33 +243,6 @@ def test_the_adapter_of_a_training_run_comes_from_memory(engine) -> None:
     assert answers(engine, "training", [PROMPT]) == answers(engine, None, [PROMPT])
     with pytest.raises(ParameterError, match="have finite numbers"):
         engine.adapters.pack(LoraAdapter({"model.layers.0.self_attn.q_proj": replace(low, a=low.a / 0.0)}))
-
-
-@pytest.mark.parametrize("host_bytes", [1 << 26, 40_000], ids=["on-the-host", "read-again"])
-def test_factors_of_dora_follow_the_weights(make_engine, tmp_path, host_bytes: int) -> None:
-    """Of the adapter on the device, with a request that goes on, and of those that are loaded after the update."""
-    folders = {name: save_adapter(tmp_path / name, seed=seed, r=4 + seed, use_dora=True) for seed, name in enumerate("abc")}
-    changed = make_model()
-    draw = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for parameter in changed.parameters():
-            parameter += torch.randn(parameter.shape, generator=draw) * 0.3
-    peft = PeftForwards(copy.deepcopy(changed), folders)
-    one_page = make_engine(**LORA).adapters.memory.bytes_per_page
-    engine = make_engine(**LORA | {"lora_bytes": one_page}, lora_host_bytes=host_bytes)
-    for name, folder in folders.items():
-        engine.load_adapter(name, folder)
-    answers(engine, ["b", "a"], [PROMPT] * 2)
-    engine.add_request("running", PROMPT, GREEDY, adapter="a")
-    tokens = [token for output in engine.step() for token in output.token_ids]
-    num_old = len(tokens)
-    engine.update_weights(changed.named_parameters())
-    while engine.has_unfinished():
-        tokens += [token for output in engine.step() for token in output.token_ids]
-    assert 0 < num_old < len(tokens)
-    assert tokens[num_old:] == peft.choose("a", PROMPT, tokens)[num_old:]
-    for name in "abcb":
-        assert_right(engine, peft, [name], [PROMPT])
 
 
 class TwoRanks(Alone):

@@ -318,29 +318,6 @@ def test_an_answer_that_ends_with_an_error_is_no_empty_rollout() -> None:
     engine.check_integrity()
 
 
-def test_a_call_that_is_cut_off_leaves_nothing_behind() -> None:
-    """The caller does not know the numbers of its groups, so later calls would compute them for nobody. Others are kept."""
-    model = make_model()
-    engine = RolloutEngine(model, **SIZES)
-    indices = engine.submit([PROMPT], params=GREEDY)
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    engine.sleep()
-    with pytest.raises(EngineAsleepError):
-        engine.generate([PROMPT, PROMPT[:9]], n=2, params=GREEDY)
-    engine.wake_up()
-    hook = model.lm_head.register_forward_hook(interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        engine.generate([PROMPT, PROMPT[:9]], n=2, params=GREEDY)
-    hook.remove()
-    assert [group.index for group in engine.partial()] == indices
-    [group] = engine.finished()
-    assert group.rollouts[0].token_ids == greedy(model, PROMPT, 6)
-    engine.check_integrity()
-
-
 def test_the_other_groups_come_after_one_with_an_error() -> None:
     engine = RolloutEngine(make_model(), **SIZES)
     none = SamplingParams(max_tokens=3, bad_token_ids=tuple(range(320)))
@@ -486,22 +463,6 @@ def test_a_batch_that_cannot_be_queued_leaves_nothing_behind() -> None:
         engine.generate([PROMPT, [400]], params=GREEDY)
     assert engine.partial() == []
     assert list(engine.finished()) == []
-
-
-def test_a_batch_whose_queueing_is_interrupted_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = RolloutEngine(make_model(), **SIZES)
-    add = engine._engine.add_request
-
-    def interrupted(name: str, prompt: list[int], params: SamplingParams) -> list[int]:
-        if len(prompt) < 10:
-            raise KeyboardInterrupt
-        return add(name, prompt, params)
-
-    monkeypatch.setattr(engine._engine, "add_request", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        engine.submit([PROMPT, PROMPT[:9]], params=GREEDY)
-    assert engine.partial() == []
-    assert not engine._engine.has_unfinished()
 
 
 def test_weights_that_do_not_sleep_may_change_while_the_cache_does() -> None:
