@@ -175,8 +175,10 @@ class Engine:
         Returns the last outputs of its answers; none if the request has ended already or never existed.
         """
         self._ranks.tell("abort", request_id)
+        late = [output for output in self._late if output.request_id == request_id]
+        self._late = [output for output in self._late if output.request_id != request_id]  # nothing comes after the end
         ended = [self._scheduler.abort(name) for name in self._answers.request_ids(request_id)]
-        return self._answers.merge([self._answers.output(sequence) for sequence in ended if sequence is not None])
+        return late + self._answers.merge([self._answers.output(sequence) for sequence in ended if sequence is not None])
 
     def has_unfinished(self) -> bool:
         """Whether `step` has anything to do."""

@@ -270,6 +270,26 @@ def test_abort_frees_pages_at_once(make_engine) -> None:
     assert not engine.has_unfinished()
 
 
+@pytest.mark.parametrize("n", [1, 2])
+def test_nothing_comes_after_the_end_of_a_request_that_is_aborted_while_the_engine_sleeps(make_engine, n: int) -> None:
+    """`sleep` ends the step in flight, whose tokens the next `step` returns, unless the request has ended before it."""
+    engine = make_engine(max_num_seqs=4)
+    engine._steps.depth = 1
+    engine.add_request("aborted", [1, 2, 3], replace(GREEDY, n=n))
+    engine.add_request("other", [4, 5, 6], GREEDY)
+    outputs = [output for _ in range(3) for output in engine.step()]
+    engine.sleep(0)
+    outputs += engine.abort("aborted")
+    own = [output for output in outputs if output.request_id == "aborted"]
+    assert sum(len(output.token_ids) for output in own) == 3 * n, "those of the step in flight as well"
+    assert [output.finish_reason for output in own[-n:]] == ["abort"] * n
+    engine.wake_up()
+    later = [output for _ in range(20) for output in engine.step()]
+    assert {output.request_id for output in later} == {"other"}
+    tokens = [token for output in (*outputs, *later) if output.request_id == "other" for token in output.token_ids]
+    assert tokens == engine.generate([[4, 5, 6]], GREEDY)[0].token_ids
+
+
 def test_a_closed_engine_has_freed_its_cache_and_says_that_it_is_closed(make_engine) -> None:
     engine = make_engine("llama")
     engine.generate(random_prompts(2, 20), SamplingParams(max_tokens=4))

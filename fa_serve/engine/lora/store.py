@@ -97,6 +97,7 @@ class AdapterStore:
         self._host: OrderedDict[Adapter, PackedLora] = OrderedDict()  # the least recently used one first
         self._loads: dict[Adapter, Future[PackedLora]] = {}
         self._ended: dict[Adapter, str] = {}  # loads that have ended on every rank, and why they failed; "" if not
+        self._rescaled: dict[Adapter, tuple[PackedLora, int, list[int]]] = {}  # on the device with DoRA: its slot and pages
         self._numbers = count(1)
         self._serials = count(1)
         self._readings: dict[int, Future[tuple[PackedLora, FileFacts]]] = {}
@@ -249,6 +250,19 @@ class AdapterStore:
         """Whether new requests may still ask for the adapter."""
         return self._names.get(adapter.name) == adapter
 
+    def rescale(self) -> None:
+        """The weights of the model have changed: compute the factors of DoRA from them. No step may be in flight.
+
+        Adapters on the device are written again now, and others when they are loaded.
+        """
+        self.memory.weight_version += 1
+        if self._rescaled:  # a load that is not in it yet reads the new version
+            self._thread.submit(self._write_rescaled, self._launched()).result()
+
+    def _write_rescaled(self, launched: torch.Event | None) -> None:
+        for place in [*self._rescaled.values()]:
+            self._write(*place, launched)
+
     def wait(self) -> None:
         """Wait until an adapter has been loaded, but not for long."""
         self._changed.wait(LOAD_SECONDS)
@@ -259,12 +273,8 @@ class AdapterStore:
         packed = self._host.get(adapter)
         if packed is not None:
             self._host.move_to_end(adapter)
-        launched = None
-        if self._stream is not None:
-            launched = torch.Event("cuda")  # steps in flight may read the memory that is overwritten
-            launched.record(torch.cuda.current_stream(self.memory.device))
         self._ranks.add_to_digest((adapter.serial, slot, *pages))
-        self._loads[adapter] = self._thread.submit(self._load, adapter, packed, slot, pages, launched)
+        self._loads[adapter] = self._thread.submit(self._load, adapter, packed, slot, pages, self._launched())
         self._loads[adapter].add_done_callback(lambda _: self._changed.set())
 
     def settle(self) -> None:
@@ -295,6 +305,7 @@ class AdapterStore:
         """As in `Loader`."""
         self._loads.pop(adapter, None)
         self._ended.pop(adapter, None)
+        self._rescaled.pop(adapter, None)
         self.memory.clear(slot)
 
     def unused(self, adapter: Adapter) -> None:
@@ -320,17 +331,33 @@ class AdapterStore:
             if found != facts:
                 raise _changed(adapter)
         borrows = packed.borrows
-        if self._stream is None:
-            self.memory.write(packed, slot, pages)
-        else:
-            with torch.cuda.stream(self._stream):
-                assert launched is not None
-                launched.wait(self._stream)
-                self.memory.write(packed, slot, pages)
-            self._stream.synchronize()
+        if packed.rescales:
+            self._rescaled[adapter] = (packed, slot, pages)
+        self._write(packed, slot, pages, launched)
         if borrows and not self._is_unchanged(adapter):
             raise _changed(adapter)
         return packed
+
+    def _launched(self) -> torch.Event | None:
+        """An event after what the engine has launched, such as steps that may read memory that is overwritten."""
+        if self._stream is None:
+            return None
+        launched = torch.Event("cuda")
+        launched.record(torch.cuda.current_stream(self.memory.device))
+        return launched
+
+    def _write(self, packed: PackedLora, slot: int, pages: list[int], launched: torch.Event | None) -> None:
+        """Copy an adapter to the device, as the weights are now. Called in the loading thread."""
+        if self._stream is None:
+            self.memory.rescale(packed)
+            self.memory.write(packed, slot, pages)
+            return
+        with torch.cuda.stream(self._stream):
+            assert launched is not None
+            launched.wait(self._stream)
+            self.memory.rescale(packed)
+            self.memory.write(packed, slot, pages)
+        self._stream.synchronize()
 
     def _is_unchanged(self, adapter: Adapter) -> bool:
         """Whether nobody has overwritten the files of an adapter, from which its matrices may be mapped. Removed files count as

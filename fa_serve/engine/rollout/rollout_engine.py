@@ -41,7 +41,7 @@ from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.engine import Engine
 from fa_serve.engine.request.outputs import RequestOutput
 from fa_serve.engine.request.params import SamplingParams, params_of_each
-from fa_serve.engine.rollout.rollouts import Rollout, RolloutError, RolloutGroup
+from fa_serve.engine.rollout.rollouts import Rollout, RolloutGroup
 from fa_serve.engine.stats import EngineStats
 from fa_serve.hf import ModelState, check_live, drop_autocast_of_accelerate, parameters_in, trained_model
 from fa_serve.spec import ParameterError, UnsupportedModelError
@@ -114,12 +114,13 @@ class RolloutEngine:
     ) -> list[RolloutGroup]:
         """n answers to each prompt, by default one, in the order of the prompts. The arguments are those of `submit`.
 
-        Raises RolloutError for an answer that ends with an error. All other answers of this call are then ended and dropped.
+        Raises RolloutError for an answer that ends with an error, and EngineAsleepError after `sleep`. After any exception,
+        also a KeyboardInterrupt, all answers of this call are ended and dropped.
         """
         indices = self.submit(prompts, n, params)
         try:
             found = {group.index: group for group in self.finished(indices)}
-        except RolloutError:
+        except BaseException:  # the caller does not know the numbers of these groups, so a later call must not compute them
             self._drop(indices)
             raise
         return [found[index] for index in indices]
@@ -169,7 +170,7 @@ class RolloutEngine:
                 rollouts = [Rollout(top_logprobs=[] if one.logprobs else None) for _ in range(one.n)]
                 self._groups[str(index)] = RolloutGroup(index, tokens, rollouts)
                 indices.append(index)
-        except Exception:
+        except BaseException:  # also an interrupt, because many texts take long to tokenise
             self._drop(indices)
             raise
         return indices

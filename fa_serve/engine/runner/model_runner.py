@@ -158,6 +158,7 @@ class ModelRunner:
 
     def refit(self) -> None:
         """Fuse layers and capture graphs again, because weights have moved in memory. The KV cache stays."""
+        detach_adapters(self.model)
         unfuse_model(self.model)
         if self.fuses or self._deterministic:
             take_scaled_experts(self.model)
@@ -336,10 +337,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def encode(self, work: TowerWork) -> Stopwatch:
-        """Queue the part of the image encoding that belongs to a step. Returns a stopwatch of this work.
-
-        A step without tokens calls this alone, others do so within `launch`.
-        """
+        """Queue a step's part of the encoding of images, for a step without tokens or within `launch`. Returns its stopwatch."""
         return require_encoder(self.images).advance(work)
 
     @in_inference_mode

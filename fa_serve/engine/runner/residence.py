@@ -124,6 +124,8 @@ class Residence:
                 runner.images.reader.speed_up()
             self._addresses = Addresses.of(runner.model)
         runner.rescale()
+        if runner.adapters is not None:
+            runner.adapters.rescale()
         if isinstance(runner.images, ImageEncoder):
             runner.images.forget()
         return moved

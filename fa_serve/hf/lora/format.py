@@ -121,6 +121,15 @@ class LowRank:
     def rank(self) -> int:
         return len(self.a)
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(x.nbytes for x in (self.a, self.b, self.bias, self.magnitude) if x is not None)
+
+    def cloned(self) -> LowRank:
+        """A copy that shares no memory with this one."""
+        bias, magnitude = (None if x is None else x.clone() for x in (self.bias, self.magnitude))
+        return LowRank(self.a.clone(), self.b.clone(), self.scale, bias, magnitude)
+
 
 @dataclass(frozen=True, slots=True)
 class AdapterConfig:

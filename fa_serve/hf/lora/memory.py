@@ -18,7 +18,7 @@ Left out: which adapter has which slot and pages (fa_serve.engine.lora.pool), an
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -94,22 +94,23 @@ class LoraMemory:
         self._modules = frozenset(name for name, _ in model.named_modules())
         for number, site in enumerate(self.sites):
             site.weights = self._weights(number)
+        self.weight_version = 0
+        """How often the weights of the model have changed. The owner of this memory counts it."""
         self._pieces = _pieces(self._layouts, STAGED_BYTES // self.dtype.itemsize)
         largest = max(self._layouts[last - 1].end - self._layouts[first].a for first, last in self._pieces)
         self._staging = Staging(self.device, self.dtype, largest)
 
     def settle(self, model: Any) -> None:
-        """Find the products again after the layers of the model have been fused anew. Keeps the adapters in memory."""
+        """Find the products again after the layers of the model have been fused anew, without adapters (`detach_adapters`).
+        Keeps the adapters in memory."""
         known = {site.names: site.weights for site in self.sites}
-        for module in model.modules():
-            if isinstance(vars(module).get("forward"), AdaptedLinear):
-                del module.forward
         self.sites = list(_attach(model, self.holder))
         if [site.names for site in self.sites] != [*known]:
             raise RuntimeError("the set of fused layers has changed, so the adapters in memory cannot be used")
         for site in self.sites:
             site.weights = known[site.names]
         self._parts = {name: (site, part) for site in self.sites for part, name in enumerate(site.names)}
+        self._outer.attach(model)
 
     def _weights(self, number: int) -> LoraWeights:
         """Views of the memory that hold the adapters of one product."""
@@ -133,6 +134,7 @@ class LoraMemory:
         The result may share tensors with the adapter until `PackedLora.own` copies them. Raises ParameterError, whose field is
         usually the name of a module, for an adapter that does not fit.
         """
+        version = self.weight_version  # before weights are read, which may change meanwhile
         adapter = adapter.with_weights_as_modules(self._parts)
         outer = self._outer.pack(adapter)
         inner = {name: low for name, low in adapter.modules.items() if name not in self._outer.names}
@@ -147,14 +149,21 @@ class LoraMemory:
             raise ParameterError("r", rule, ranks)
         numbers = torch.zeros(3, _STRIDE * len(self.sites), dtype=torch.int32)
         numbers[1:] = -1
-        order = {id(site): number for number, site in enumerate(self.sites)}
-        parts: dict[int, tuple[PackedPart, ...]] = {}
-        for name, low in inner.items():
-            site, part = self._parts[name]
-            number = order[id(site)]
-            own = numbers[:, _STRIDE * number + part]
-            parts[number] = (*parts.get(number, ()), self._packed_part(own, site, part, low))
-        return PackedLora(num_pages, parts, numbers, outer, any(low.magnitude is not None for low in inner.values()))
+        inner = {name: low if low.magnitude is None else low.cloned() for name, low in inner.items()}
+        dora = {name: low for name, low in inner.items() if low.magnitude is not None}
+        return PackedLora(num_pages, self._packed_parts({}, numbers, inner), numbers, outer, dora, version)
+
+    @torch.no_grad()
+    def rescale(self, packed: PackedLora) -> None:
+        """Compute the factors of DoRA again if the weights of the model have changed. May be called from any thread.
+
+        Factors that are not finite any more, because a row has only zeros, are kept as they are: the logits show them.
+        """
+        version = self.weight_version
+        with packed.lock:
+            if packed.rescales and packed.version != version:
+                packed.parts = self._packed_parts(packed.parts, packed.numbers, packed.dora, checks=False)
+                packed.version = version
 
     def write(self, packed: PackedLora, slot: int, pages: Sequence[int]) -> None:
         """Copy an adapter into these pages, which no step in flight may read. On a GPU, queues copies on the current stream.
@@ -209,7 +218,24 @@ class LoraMemory:
             )
         return part_of_low_rank(name, low, site.modules[part])
 
-    def _packed_part(self, numbers: Tensor, site: LoraSite, part: int, low: LowRank) -> PackedPart:
+    def _packed_parts(
+        self, parts: Mapping[int, tuple[PackedPart, ...]], numbers: Tensor, inner: Mapping[str, LowRank], *, checks: bool = True
+    ) -> dict[int, tuple[PackedPart, ...]]:
+        """`parts` with what an adapter adds to the modules of `inner`, which replaces what they have for these modules.
+
+        numbers: of all products, written here; checks: whether to raise ParameterError for an infinity
+        """
+        order = {id(site): number for number, site in enumerate(self.sites)}
+        found = dict(parts)
+        for name, low in inner.items():
+            site, part = self._parts[name]
+            number = order[id(site)]
+            others = [each for each in found.get(number, ()) if each.part != part]
+            own = self._packed_part(numbers[:, _STRIDE * number + part], site, part, low, checks)
+            found[number] = (*others, own)
+        return found
+
+    def _packed_part(self, numbers: Tensor, site: LoraSite, part: int, low: LowRank, checks: bool) -> PackedPart:
         """What an adapter adds to one module. numbers: (3,) scale, one and factor of this module, written here"""
         a = low.a
         b = low.b
@@ -220,8 +246,10 @@ class LoraMemory:
             base = dense_weight(site, part)
             assert base is not None
             device = base.device
-            norms = torch.linalg.norm(base + low.scale * (b.to(device).float() @ a.to(device).float()), dim=1).cpu()
-            factor = low.magnitude.float() / norms
+            factor = torch.ones(len(b))  # while `sleep` has freed the weights, which come back as another version
+            if base.numel():
+                norms = torch.linalg.norm(base + low.scale * (b.to(device).float() @ a.to(device).float()), dim=1).cpu()
+                factor = low.magnitude.float() / norms
             b = b.float() * factor[:, None]
             bias = None if bias is None else bias * factor
         if bias is not None:
@@ -232,15 +260,15 @@ class LoraMemory:
             extra.append(factor - 1.0)
         numbers[0] = torch.tensor(low.scale).view(torch.int32)
         rows = torch.cat([b.float().t(), *(row[None] for row in extra)]) if extra else b.t()
-        return PackedPart(part, self._converted(a, False), self._converted(rows, bool(extra)))
+        return PackedPart(part, self._converted(a, False, checks), self._converted(rows, bool(extra), checks))
 
-    def _converted(self, x: Tensor, computed: bool) -> Tensor:
+    def _converted(self, x: Tensor, computed: bool, checks: bool) -> Tensor:
         """A matrix on the host in the model's dtype; x itself if nothing changes. Raises ParameterError for an infinity.
 
         computed: x was computed and may overflow. Tensors of the adapter itself are known to be finite
         """
         own = x.detach().to("cpu", self.dtype)
-        if (computed or x.dtype != self.dtype) and not is_finite(own):
+        if checks and (computed or x.dtype != self.dtype) and not is_finite(own):
             name = str(self.dtype)[6:]
             raise ParameterError("adapter", f"have values that fit the model's dtype, {name}", "infinities")
         return own

@@ -90,8 +90,18 @@ class OuterModules:
         self._embedding: nn.Module = model.get_input_embeddings()
         self._head: nn.Module = model.get_output_embeddings()
         self.names = (names[self._embedding], names[self._head])
+        # of whole weights, now: while `sleep` has freed the weights, they have no sizes
+        self._sizes = {module: whole_sizes(module, *module.weight.shape) for module in (self._embedding, self._head)}
         configs = (model.config, model.config.get_text_config())
         self._tied = any(getattr(config, "tie_word_embeddings", False) for config in configs)
+        self._attach_outer()
+
+    def attach(self, model: nn.Module) -> None:
+        """Replace the forwards again after `detach_adapters`, when the model has been fused anew. Adapters stay in memory."""
+        self._parameters.attach(model)
+        self._attach_outer()
+
+    def _attach_outer(self) -> None:
         for module, kind in ((self._embedding, AdaptedEmbedding), (self._head, AdaptedHead)):
             replaced = vars(module).get("forward")
             if replaced is None:
@@ -170,7 +180,7 @@ class OuterModules:
         saved = adapter.saved.get(name)
         if saved is None:
             return None
-        whole = whole_sizes(module, *module.weight.shape)
+        whole = self._sizes[module]
         if saved.shape != whole:
             raise ParameterError(f"{name}.weight", f"have the shape {list(whole)}", list(saved.shape))
         saved = part_of_matrix(saved, module)
@@ -182,7 +192,7 @@ class OuterModules:
         if low is None:
             return None
         module: Any = self._embedding if order == (1, 0) else self._head
-        whole = whole_sizes(module, *module.weight.shape)
+        whole = self._sizes[module]
         rows, columns = (whole[i] for i in order)
         if (len(low.b), low.a.shape[1]) != (rows, columns):
             rule = f"have matrices of {columns} columns and {rows} rows, as the model has"

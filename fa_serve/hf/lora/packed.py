@@ -2,6 +2,7 @@
 
     packed = memory.pack(adapter)            # checked; its tensors may be views of the adapter's mapped file
     packed.own()                             # now they are copies, independent of the file
+    memory.rescale(packed)                   # after the weights of the model have changed
     packed.fill(view, start, page, number, layout)   # writes the rows of one product in a page
 
 A host copy in the layout of the device would be padded to whole pages, and allocating new memory for it is slow: an adapter of
@@ -10,14 +11,16 @@ A host copy in the layout of the device would be padded to whole pages, and allo
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fa_serve.hf.lora.format import LowRank
 from fa_serve.hf.lora.outer import OuterWeights
 from fa_serve.ops import PAGE_RANKS
 
@@ -61,7 +64,8 @@ class PackedLora:
     parts:     the parts of each product, by the number of the product
     numbers:   (3, elements of all products) int32: scales (the bits of float32 numbers), ones and factors
     outer:     weights that are not kept in pages, or None
-    rescales:  whether it has factors of DoRA
+    dora:      the matrices of linear layers with DoRA, by name. Their parts are made from these and from the model's weights
+    version:   the version of the model's weights from which the parts of `dora` were made
     content:   a number that identifies the content of the adapter; 0 if adapters are not numbered by content
     borrows:   whether tensors may be in memory of another owner, such as the file, or were copied while it was written over
     """
@@ -70,15 +74,24 @@ class PackedLora:
     parts: Mapping[int, tuple[PackedPart, ...]]
     numbers: Tensor
     outer: OuterWeights | None
-    rescales: bool
+    dora: Mapping[str, LowRank] = field(default_factory=dict)
+    version: int = 0
     content: int = 0
     borrows: bool = True
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    """Held while `parts` are replaced, because two threads may do so: one copies them, and one computes those of DoRA."""
 
     @property
     def num_bytes(self) -> int:
         """Memory on the host."""
         inner = sum(each.a.nbytes + each.b.nbytes for parts in self.parts.values() for each in parts)
+        inner += sum(low.num_bytes for low in self.dora.values())
         return inner + self.numbers.nbytes + self.outer_bytes
+
+    @property
+    def rescales(self) -> bool:
+        """Whether it has factors of DoRA, which depend on the model's weights."""
+        return bool(self.dora)
 
     @property
     def outer_bytes(self) -> int:
@@ -97,10 +110,11 @@ class PackedLora:
         """
         if not self.borrows:
             return
-        self.parts = {
-            number: tuple(each._replace(a=each.a.clone(), b=each.b.clone()) for each in parts)
-            for number, parts in self.parts.items()
-        }
+        with self.lock:
+            self.parts = {
+                number: tuple(each._replace(a=each.a.clone(), b=each.b.clone()) for each in parts)
+                for number, parts in self.parts.items()
+            }
         self.outer = None if self.outer is None else self.outer.cloned()
         self.borrows = not is_unchanged()
 

@@ -39,10 +39,16 @@ class ParameterModules:
     def __init__(self, model: nn.Module, holder: StepHolder) -> None:
         self._holder = holder
         self._slots: dict[int, Mapping[str, Part]] = {}
-        self._routers: dict[tuple[int, str], FusedRouter] = {}
-        names = {module: name for name, module in model.named_modules()}
-        self._experts: dict[str, Any] = {names[module]: module for module in expert_modules(model)}
+        self._changes: dict[tuple[int, str], Tensor] = {}  # of the weights of routers, which may change themselves
+        self._experts: dict[str, Any] = {}
         self._fused: dict[str, FusedRouter] = {}
+        self.attach(model)
+
+    def attach(self, model: nn.Module) -> None:
+        """Replace the forwards, also again after the model has been fused anew. Adapters stay in memory."""
+        names = {module: name for name, module in model.named_modules()}
+        self._experts = {names[module]: module for module in expert_modules(model)}
+        self._fused = {}
         for name, module in self._experts.items():
             replaced = vars(module).get("forward")
             if replaced is None:
@@ -80,7 +86,7 @@ class ParameterModules:
     def write(self, slot: int, parts: Mapping[str, Part] | None) -> None:
         """Copy the matrices of the adapter in this slot to the device. parts: None removes those of an earlier adapter"""
         self._slots.pop(slot, None)
-        self._routers = {key: router for key, router in self._routers.items() if key[0] != slot}
+        self._changes = {key: change for key, change in self._changes.items() if key[0] != slot}
         if not parts:
             return
         kept: dict[str, Part] = {}
@@ -88,8 +94,7 @@ class ParameterModules:
             if name in self._fused:
                 fused = self._fused[name]
                 a, b, scale = part["weight"]
-                delta = (b[0].float() @ a[0].float() * scale).to(fused.weight.device)
-                self._routers[slot, name] = replace(fused, weight=(fused.weight.float() + delta).to(fused.weight.dtype))
+                self._changes[slot, name] = (b[0].float() @ a[0].float() * scale).to(fused.weight.device)
             else:
                 like = self._experts[name].down_proj
                 kept[name] = {key: low._replace(a=low.a.to(like), b=low.b.to(like)) for key, low in part.items()}
@@ -109,8 +114,10 @@ class ParameterModules:
         """Apply the adapters of the step. x: (..., hidden); out: the result of the base router for x, overwritten"""
         flat = x.reshape(-1, x.shape[-1])
         for slot, tokens in self._served(len(flat)):
-            router = self._routers.get((slot, name))
-            if router is not None:
+            change = self._changes.get((slot, name))
+            if change is not None:
+                fused = self._fused[name]
+                router = replace(fused, weight=(fused.weight.float() + change).to(fused.weight.dtype))
                 for whole, rows in zip(out, router(flat[tokens]), strict=True):
                     whole[tokens] = rows
         return out

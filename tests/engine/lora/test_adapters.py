@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -96,6 +97,27 @@ def test_layers_and_adapters_are_there_after_each_sleep_of_the_weights(tmp_path)
         assert mixed_answers(engine, names)[1] == answers
 
 
+@pytest.mark.parametrize(
+    "options", [{"use_dora": True}, {"modules_to_save": ["lm_head", "embed_tokens"]}], ids=["dora", "whole"]
+)
+def test_an_adapter_may_be_loaded_while_the_weights_have_no_memory(tmp_path, options) -> None:
+    """Factors of DoRA need the norms of the weights, and are computed when these come back. A request may wait for both."""
+    base = partial(make_model, "llama")
+    base().save_pretrained(tmp_path / "base")
+    make_tokenizer().save_pretrained(tmp_path / "base")
+    folder = save_adapter(tmp_path / "late", **options)
+    engine = Engine(EngineConfig(model=str(tmp_path / "base"), device="cpu", num_pages=128, page_size=4, **LORA))
+    engine.sleep(2)
+    engine.load_adapter("late", folder)
+    engine.add_request("waiting", [5, 6, 7], GREEDY, adapter="late")
+    engine.wake_up()
+    engine.update_weights(base().named_parameters())
+    tokens: list[int] = []
+    while engine.has_unfinished():
+        tokens += [token for output in engine.step() for token in output.token_ids]
+    assert tokens == PeftForwards(base(), {"late": folder}).choose("late", [5, 6, 7], tokens)
+
+
 @pytest.mark.slow
 def test_the_attention_of_a_mixture_has_adapters(make_engine, tmp_path) -> None:
     base = partial(make_model, "qwen3-moe")
@@ -132,6 +154,70 @@ def test_experts_and_other_parameters_have_adapters(make_engine, tmp_path, famil
         assert found.token_ids == peft.choose(adapter, prompt, found.token_ids), adapter
     first = [engine.generate([prompts[0]], GREEDY, adapter=name)[0].token_ids for name in ("experts", None)]
     assert first[0] != first[1]
+
+
+@pytest.mark.parametrize("host_bytes", [1 << 26, 40_000], ids=["on-the-host", "read-again"])
+def test_factors_of_dora_follow_the_weights(make_engine, tmp_path, host_bytes: int) -> None:
+    """Of the adapter on the device, with a request that goes on, and of those that are loaded after the update."""
+    folders = {name: save_adapter(tmp_path / name, seed=seed, r=4 + seed, use_dora=True) for seed, name in enumerate("abc")}
+    changed = make_model()
+    draw = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in changed.parameters():
+            parameter += torch.randn(parameter.shape, generator=draw) * 0.3
+    peft = PeftForwards(copy.deepcopy(changed), folders)
+    small = LORA | {"max_lora_rank": 16}
+    one_page = make_engine(**small).adapters.memory.bytes_per_page
+    engine = make_engine(**small | {"lora_bytes": one_page}, lora_host_bytes=host_bytes)
+    for name, folder in folders.items():
+        engine.load_adapter(name, folder)
+    prompt = list(range(40, 60))
+    engine.generate([prompt] * 2, GREEDY, adapter=["b", "a"])
+    engine.add_request("running", prompt, GREEDY, adapter="a")
+    tokens = [token for output in engine.step() for token in output.token_ids]
+    num_old = len(tokens)
+    engine.update_weights(changed.named_parameters())
+    while engine.has_unfinished():
+        tokens += [token for output in engine.step() for token in output.token_ids]
+    assert 0 < num_old < len(tokens)
+    assert tokens[num_old:] == peft.choose("a", prompt, tokens)[num_old:]
+    for name in "abcb":
+        [found] = engine.generate([prompt], GREEDY, adapter=name)
+        assert found.token_ids == peft.choose(name, prompt, found.token_ids), name
+
+
+@pytest.mark.parametrize(("family", "router"), [("qwen3-moe", "gate"), ("gpt-oss", "router")])
+def test_adapters_of_experts_routers_and_heads_stay_when_weights_change_and_move(make_engine, tmp_path, family, router) -> None:
+    """A router with an adapter adds it to the weights that it has now. Layers are fused anew around mixtures with adapters."""
+    folders = {
+        # not "router": peft confuses the name of an adapter with that of a module
+        "routing": save_adapter(
+            tmp_path / "routing", family, target_modules=["q_proj"], target_parameters=[f"{router}.weight"]
+        ),
+        "experts": save_adapter(tmp_path / "experts", family, seed=1, target_modules=["v_proj"], target_parameters=EXPERTS),
+        "head": save_adapter(tmp_path / "head", family, seed=2, target_modules=["v_proj"], modules_to_save=["lm_head"]),
+    }
+    changed = make_model(family)
+    draw = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for parameter in changed.parameters():
+            parameter += torch.randn(parameter.shape, generator=draw) * 0.2
+    # peft takes only one set of target_parameters for all adapters of a model
+    peft = {name: PeftForwards(copy.deepcopy(changed), {name: folder}) for name, folder in folders.items()}
+    engine = make_engine(family, **LORA)
+    for name, folder in folders.items():
+        engine.load_adapter(name, folder)
+    prompts = random_prompts(4, longest=12)
+    names = [*folders, None]
+    engine.generate(prompts, GREEDY, adapter=names)
+    engine.update_weights(changed.named_parameters())
+    for _ in range(2):
+        for name, prompt, found in zip(names, prompts, engine.generate(prompts, GREEDY, adapter=names), strict=True):
+            assert found.token_ids == peft[name or "head"].choose(name, prompt, found.token_ids), name
+        for parameter in engine.model.parameters():
+            parameter.data = parameter.data.clone()
+        engine.update_weights()
+        assert all(isinstance(layer.forward, FusedLayer) for layer in engine.model.model.layers)
 
 
 def test_layers_that_are_not_fused_have_adapters(make_engine, tmp_path) -> None:

@@ -147,6 +147,37 @@ def test_dora_needs_the_norms_of_a_matrix() -> None:
     site.modules[part].weight = weight
 
 
+def test_factors_of_dora_are_computed_again_for_other_weights() -> None:
+    """Also those that are no numbers then: an update of the weights does not fail because of one adapter."""
+    memory = make()
+    adapter = LoraAdapter({Q: low(4, magnitude=torch.rand(64) + 1), DOWN: low(3, 48, 32)})
+    packed = memory.pack(adapter)
+    packed.own()
+    before = packed.parts
+    memory.rescale(packed)
+    assert packed.parts is before
+    site, part = memory._parts[Q]
+    with torch.no_grad():
+        site.modules[part].weight *= 1.5
+    memory.weight_version += 1
+    expected = memory.pack(adapter)
+    memory.rescale(packed)
+    assert packed.parts.keys() == expected.parts.keys()
+    for number, parts in expected.parts.items():
+        found = {each.part: each for each in packed.parts[number]}
+        assert len(found) == len(packed.parts[number])
+        for each in parts:
+            assert torch.equal(found[each.part].a, each.a)
+            assert torch.equal(found[each.part].b, each.b)
+    assert not all(torch.equal(x.b, y.b) for n, old in before.items() for x, y in zip(old, packed.parts[n], strict=True))
+    with torch.no_grad():
+        site.modules[part].weight.zero_()
+    packed.dora[Q].b.zero_()
+    memory.weight_version += 1
+    memory.rescale(packed)
+    assert not all(each.b.isfinite().all() for parts in packed.parts.values() for each in parts)
+
+
 def test_the_budget_bounds_the_pages() -> None:
     bytes_per_page = make().bytes_per_page
     memory = make(budget=4 * bytes_per_page + 1)
