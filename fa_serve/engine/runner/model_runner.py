@@ -337,7 +337,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def encode(self, work: TowerWork) -> Stopwatch:
-        """Queue a step's part of the encoding of images, for a step without tokens or within `launch`. Returns its stopwatch."""
+        """Queue a step's part of the encoding of images: within `launch`, or for a step without tokens. Returns a stopwatch."""
         return require_encoder(self.images).advance(work)
 
     @in_inference_mode
