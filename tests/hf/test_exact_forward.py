@@ -53,6 +53,19 @@ def test_log_probabilities_are_those_of_the_rollout_in_every_bit(family: str, dt
         assert error < (1e-4 if dtype == torch.float32 else 0.2), name
 
 
+def test_softcapped_attention_has_the_same_bits() -> None:
+    """On a CPU its products are operators of PyTorch, which autograd divides into others before a mode sees them."""
+    model = make_model("gemma2")
+    batch = Batch(model)
+    with fa_serve.exact(model, page_size=4):
+        logprobs = batch.compute(model)
+    assert torch.equal(logprobs, batch.logprobs)
+    found = gradients(model, logprobs)
+    expected = gradients(model, batch.compute(model, position_ids=batch.positions))
+    for name, gradient in expected.items():
+        assert (found[name] - gradient).norm() < 1e-4 * gradient.norm(), name
+
+
 def test_routers_and_shared_experts_are_those_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     model = make_model("qwen2-moe").to(torch.bfloat16)
     context = fa_serve.exact(model, page_size=4)

@@ -35,6 +35,7 @@ from fa_serve.hf.adapter.releases import cache_argument
 from fa_serve.hf.adapter.state_modules import find_state_modules
 from fa_serve.hf.adapter.step_cache import PagedStates, StepCache, WholeSequence, take_layer_idx
 from fa_serve.hf.adapter.translate import AttendsBatch, LayerCall
+from fa_serve.ops.modes import without_row_order
 from fa_serve.spec import Precision, UnsupportedModelError
 
 # the attribute of a model that keeps the answer of `state_argument`
@@ -321,12 +322,13 @@ class PagedBatch:
         if self.common is not None and left < 0 and not attention_chunk:
             return self.common.attend(q, k_cache, v_cache, **options)
         options |= {"block_table": self.block_table, "seqused_k": self.seqused_k, "max_seqlen_q": self.max_seqlen_q}
-        options |= {"window_size": (left, 0), "attention_chunk": attention_chunk}
+        options |= {"window_size": (left, 0), "attention_chunk": attention_chunk, "return_lse": self.lse is not None}
+        with without_row_order():  # the order of sums over keys is that of `num_splits`, also in operators of PyTorch
+            found = attention_paged(q, k_cache, v_cache, **options)
         if self.lse is None:
-            return cast(Tensor, attention_paged(q, k_cache, v_cache, **options))
-        out, lse = attention_paged(q, k_cache, v_cache, return_lse=True, **options)
-        self.lse.copy_(lse)
-        return out
+            return cast(Tensor, found)
+        self.lse.copy_(found[1])
+        return cast(Tensor, found[0])
 
     def descale(self, layer_idx: int) -> dict[str, Any]:
         """The arguments k_descale and v_descale of `store_kv` and `attention_paged` if the cache is float8; else none."""
