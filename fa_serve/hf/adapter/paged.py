@@ -328,7 +328,7 @@ class PagedBatch:
         if self.lse is None:
             return cast(Tensor, found)
         self.lse.copy_(found[1])
-        return cast(Tensor, found[0])
+        return found[0]
 
     def descale(self, layer_idx: int) -> dict[str, Any]:
         """The arguments k_descale and v_descale of `store_kv` and `attention_paged` if the cache is float8; else none."""
