@@ -108,7 +108,7 @@ class LongSteps:
         from fa_serve.engine import Engine
         from fa_serve.engine.scheduler.scheduler import Scheduler
 
-        # the outer stopwatch of "schedule" includes that of `_describe`
+        # replaced before the stopwatches are set, so that what `_describe` takes counts as "schedule"
         self._stack.enter_context(replacing(Scheduler, "schedule", self._describe))
         self._spent = self._stack.enter_context(timing_parts())
         self._stack.enter_context(replacing(Engine, "step", self._time))

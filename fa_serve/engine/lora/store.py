@@ -97,7 +97,9 @@ class AdapterStore:
         self._host: OrderedDict[Adapter, PackedLora] = OrderedDict()  # the least recently used one first
         self._loads: dict[Adapter, Future[PackedLora]] = {}
         self._ended: dict[Adapter, str] = {}  # loads that have ended on every rank, and why they failed; "" if not
-        self._rescaled: dict[Adapter, tuple[PackedLora, int, list[int]]] = {}  # on the device with DoRA: its slot and pages
+        self._rescaled: dict[
+            Adapter, tuple[PackedLora, int, list[int]]
+        ] = {}  # those that depend on the weights: slot and pages
         self._numbers = count(1)
         self._serials = count(1)
         self._readings: dict[int, Future[tuple[PackedLora, FileFacts]]] = {}
@@ -251,7 +253,7 @@ class AdapterStore:
         return self._names.get(adapter.name) == adapter
 
     def rescale(self) -> None:
-        """The weights of the model have changed: compute the factors of DoRA from them. No step may be in flight.
+        """The weights of the model have changed: compute factors of DoRA and routers again. No step may be in flight.
 
         Adapters on the device are written again now, and others when they are loaded.
         """

@@ -161,7 +161,7 @@ class LoraMemory:
         """
         version = self.weight_version
         with packed.lock:
-            if packed.rescales and packed.version != version:
+            if packed.dora and packed.version != version:
                 packed.parts = self._packed_parts(packed.parts, packed.numbers, packed.dora, checks=False)
                 packed.version = version
 

@@ -65,6 +65,11 @@ class OuterWeights:
     parameters: Mapping[str, Part] = field(default_factory=dict)
 
     @property
+    def changes_routers(self) -> bool:
+        """Whether it is merged into copies of routers' weights (parameters.py)."""
+        return any("weight" in part for part in self.parameters.values())
+
+    @property
     def num_bytes(self) -> int:
         own = sum(x.nbytes for part in (self.embedding, self.head) for x in part.tensors())
         return own + bytes_of(self.parameters)

@@ -90,8 +90,8 @@ class PackedLora:
 
     @property
     def rescales(self) -> bool:
-        """Whether it has factors of DoRA, which depend on the model's weights."""
-        return bool(self.dora)
+        """Whether what is on the device depends on the model's weights: factors of DoRA, and copies of routers' weights."""
+        return bool(self.dora) or (self.outer is not None and self.outer.changes_routers)
 
     @property
     def outer_bytes(self) -> int:

@@ -39,10 +39,12 @@ class ParameterModules:
     def __init__(self, model: nn.Module, holder: StepHolder) -> None:
         self._holder = holder
         self._slots: dict[int, Mapping[str, Part]] = {}
-        self._changes: dict[tuple[int, str], Tensor] = {}  # of the weights of routers, which may change themselves
+        self._routers: dict[tuple[int, str], FusedRouter] = {}
         self._experts: dict[str, Any] = {}
         self._fused: dict[str, FusedRouter] = {}
         self.attach(model)
+        # found now: while `sleep` has freed the weights, they have no sizes
+        self._shapes = {name: self._find_shapes(name) for name in (*self._experts, *self._fused)}
 
     def attach(self, model: nn.Module) -> None:
         """Replace the forwards, also again after the model has been fused anew. Adapters stay in memory."""
@@ -66,7 +68,10 @@ class ParameterModules:
         """This rank's part of the matrices of an adapter, on the host. Raises ParameterError for matrices that do not fit."""
         found = {}
         for name, pairs in adapter.parameters.items():
-            shapes = self._shapes(name)
+            if name not in self._shapes:
+                rule = "name only unquantised experts and fused routers of the model"
+                raise ParameterError("target_parameters", rule, name[:128])
+            shapes = self._shapes[name]
             part: Part = {}
             for a, b in pairs:
                 parameter = next((key for key, shape in shapes.items() if shape[1:] == (len(b), a.shape[1])), None)
@@ -86,15 +91,18 @@ class ParameterModules:
     def write(self, slot: int, parts: Mapping[str, Part] | None) -> None:
         """Copy the matrices of the adapter in this slot to the device. parts: None removes those of an earlier adapter"""
         self._slots.pop(slot, None)
-        self._changes = {key: change for key, change in self._changes.items() if key[0] != slot}
+        self._routers = {key: router for key, router in self._routers.items() if key[0] != slot}
         if not parts:
             return
         kept: dict[str, Part] = {}
         for name, part in parts.items():
             if name in self._fused:
                 fused = self._fused[name]
+                if not fused.weight.numel():
+                    continue  # `sleep` has freed the weights; the adapter is written again when they are back
                 a, b, scale = part["weight"]
-                self._changes[slot, name] = (b[0].float() @ a[0].float() * scale).to(fused.weight.device)
+                delta = (b[0].float() @ a[0].float() * scale).to(fused.weight.device)
+                self._routers[slot, name] = replace(fused, weight=(fused.weight.float() + delta).to(fused.weight.dtype))
             else:
                 like = self._experts[name].down_proj
                 kept[name] = {key: low._replace(a=low.a.to(like), b=low.b.to(like)) for key, low in part.items()}
@@ -114,10 +122,8 @@ class ParameterModules:
         """Apply the adapters of the step. x: (..., hidden); out: the result of the base router for x, overwritten"""
         flat = x.reshape(-1, x.shape[-1])
         for slot, tokens in self._served(len(flat)):
-            change = self._changes.get((slot, name))
-            if change is not None:
-                fused = self._fused[name]
-                router = replace(fused, weight=(fused.weight.float() + change).to(fused.weight.dtype))
+            router = self._routers.get((slot, name))
+            if router is not None:
                 for whole, rows in zip(out, router(flat[tokens]), strict=True):
                     whole[tokens] = rows
         return out
@@ -131,20 +137,17 @@ class ParameterModules:
             raise RuntimeError(f"a mixture was given {rows} rows in a step of {len(step.tokens.rows)} tokens")
         return [(slot, tokens) for slot, tokens, _ in step.outer]
 
-    def _shapes(self, name: str) -> dict[str, tuple[int, int, int]]:
+    def _find_shapes(self, name: str) -> dict[str, tuple[int, int, int]]:
         """(matrices, rows, columns) of each parameter of a module that an adapter may change, before division between ranks."""
         if name in self._fused:
             rows, columns = self._fused[name].weight.shape
             return {"weight": (1, rows, columns)}
-        if name in self._experts:
-            module = self._experts[name]
-            own = weights_of(module, gate_of(module))
-            count, hidden, width = own.sizes
-            divided = rank_part(module, "down_proj")
-            if divided is not None:
-                width = divided.whole
-            return {"gate_up_proj": (count, 2 * width, hidden), "down_proj": (count, hidden, width)}
-        raise ParameterError("target_parameters", "name only unquantised experts and fused routers of the model", name[:128])
+        module = self._experts[name]
+        count, hidden, width = weights_of(module, gate_of(module)).sizes
+        divided = rank_part(module, "down_proj")
+        if divided is not None:
+            width = divided.whole
+        return {"gate_up_proj": (count, 2 * width, hidden), "down_proj": (count, hidden, width)}
 
 
 @dataclass(frozen=True, slots=True)

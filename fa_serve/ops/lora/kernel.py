@@ -5,10 +5,10 @@ for each of a few tiles would leave most of a GPU idle. `_expand` adds these par
 scale, and multiplies the result by some columns of the pages of B. Rows are gathered by number, and each row has one adapter,
 so nothing is added atomically: equal calls have equal bits.
 
-A CUDA graph has room for one tile more than there are full ones for each sequence, in case all of them have different adapters,
-but most of these tiles are empty. So a program computes every `lanes`-th tile until it finds an empty one. The number of
-programs, and of ranges into which the columns of x are split, can then follow what a step usually has: a few tiles in addition
-to the full ones of its prompts.
+A CUDA graph has room for a tile of each sequence, in addition to the tiles that its prompts fill, in case every sequence has a
+different adapter. In most steps these additional tiles are empty. So a program computes every `lanes`-th tile until it finds
+an empty one. The number of programs can then follow what a step usually has, and so can the number of ranges into which the
+columns of x are split.
 
 With a norm, `_shrink` sums the squares of x as well, and `_expand` divides by their root mean square, so that one token needs
 no separate launch for its norm. On Hopper and later GPUs both are launched programmatically, see
@@ -36,10 +36,10 @@ MAX_PARTS = 4
 
 
 TILE_LANES = 32
-"""The most programs that share the tiles of a step of few rows, in addition to one for each full tile of many rows. A program
-with several tiles waits for memory in each of them."""
+"""The most programs that share small tiles, or share large tiles in addition to one program for each full tile. A program with
+several tiles waits for memory in each of them."""
 USUAL_TILES = 8
-"""How many tiles of few rows are usually not empty. The number of splits of the columns of x is chosen for this many."""
+"""How many small tiles are usually not empty. The number of splits of the columns of x is chosen for this many."""
 MOST_PROGRAMS = 2048
 """About the most programs of `_expand`, unless each full tile needs one. Most of them find nothing to do."""
 
@@ -59,24 +59,29 @@ def choose_lora_tile(k: int, total: int, block_rows: int, num_tiles: int, parts:
 
     num_tiles: with the empty ones; parts: programs of `_shrink` for each tile of rows, without splits
 
-    The number of splits is the smallest power of two that gives every multiprocessor a program, but at most 16. No split has
-    fewer than 512 columns, or 1024 of tiles of many rows, whose partial sums `_expand` has to read.
+    The number of splits is the smallest power of two that gives every multiprocessor a program, but at most 16. A split has at
+    least 512 columns. With large tiles it has at least 1024, because `_expand` reads the sums of every split for every row.
     """
-    is_few = block_rows <= SMALL_TILE_ROWS
-    full = 0 if is_few else total // block_rows
-    programs = min(num_tiles, USUAL_TILES if is_few else full + 1) * parts
-    least = 512 if is_few else 1024
+    is_small = block_rows <= SMALL_TILE_ROWS
+    full = full_tiles(total, block_rows)
+    programs = min(num_tiles, USUAL_TILES if is_small else full + 1) * parts
+    least = 512 if is_small else 1024
     splits = 1
     while splits < 16 and programs * splits < num_sms and k // (2 * splits) >= least:
         splits *= 2
-    columns = 128 if is_few else 64
+    columns = 128 if is_small else 64
     return LoraTile(min(num_tiles, full + TILE_LANES), columns, splits, columns)
+
+
+def full_tiles(total: int, block_rows: int) -> int:
+    """How many large tiles `total` rows fill. Small tiles are of steps in which few of them are full: 0."""
+    return 0 if block_rows <= SMALL_TILE_ROWS else total // block_rows
 
 
 def expanding_lanes(tile: LoraTile, total: int, block_rows: int, blocks: int) -> int:
     """How many programs of `_expand` share the tiles of a step. blocks: programs for each tile"""
-    full = 0 if block_rows <= SMALL_TILE_ROWS else total // block_rows
-    return max(min(tile.lanes, MOST_PROGRAMS // blocks), min(tile.lanes, full + USUAL_TILES))
+    usual = full_tiles(total, block_rows) + USUAL_TILES
+    return max(min(tile.lanes, MOST_PROGRAMS // blocks), min(tile.lanes, usual))
 
 
 @triton.jit

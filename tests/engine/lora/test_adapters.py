@@ -21,6 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from fa_serve.engine import Engine, EngineConfig, SamplingParams
 from fa_serve.hf.surgery.fuse.layer import FusedLayer
 
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
 LORA = {"lora_bytes": 1 << 26, "max_lora_rank": 32, "max_num_seqs": 16}
 ADAPTERS = {
@@ -98,14 +99,21 @@ def test_layers_and_adapters_are_there_after_each_sleep_of_the_weights(tmp_path)
 
 
 @pytest.mark.parametrize(
-    "options", [{"use_dora": True}, {"modules_to_save": ["lm_head", "embed_tokens"]}], ids=["dora", "whole"]
+    ("family", "options"),
+    [
+        ("llama", {"use_dora": True}),
+        ("llama", {"modules_to_save": ["lm_head", "embed_tokens"]}),
+        ("qwen3-moe", {"target_modules": ["q_proj"], "target_parameters": ["gate.weight"]}),
+        ("qwen3-moe", {"target_modules": ["q_proj"], "target_parameters": EXPERTS}),
+    ],
+    ids=["dora", "whole", "router", "experts"],
 )
-def test_an_adapter_may_be_loaded_while_the_weights_have_no_memory(tmp_path, options) -> None:
-    """Factors of DoRA need the norms of the weights, and are computed when these come back. A request may wait for both."""
-    base = partial(make_model, "llama")
+def test_an_adapter_may_be_loaded_while_the_weights_have_no_memory(tmp_path, family, options) -> None:
+    """Factors of DoRA and adapted routers are computed from the weights when these come back. A request may wait for both."""
+    base = partial(make_model, family)
     base().save_pretrained(tmp_path / "base")
     make_tokenizer().save_pretrained(tmp_path / "base")
-    folder = save_adapter(tmp_path / "late", **options)
+    folder = save_adapter(tmp_path / "late", family, **options)
     engine = Engine(EngineConfig(model=str(tmp_path / "base"), device="cpu", num_pages=128, page_size=4, **LORA))
     engine.sleep(2)
     engine.load_adapter("late", folder)
@@ -122,9 +130,6 @@ def test_an_adapter_may_be_loaded_while_the_weights_have_no_memory(tmp_path, opt
 def test_the_attention_of_a_mixture_has_adapters(make_engine, tmp_path) -> None:
     base = partial(make_model, "qwen3-moe")
     check_alone_and_mixed(make_engine(model=base(), **LORA), save_all(tmp_path, base, target_modules=ATTENTION), base())
-
-
-EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 
 
 @pytest.mark.parametrize(
