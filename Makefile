@@ -69,7 +69,7 @@ test-load: $(VENV)/.test ## the load tests of the service in full: minutes; they
 	FA_SERVE_LOAD=full $(BIN)/pytest -q -s --timeout 900 tests/server/test_load.py
 
 test-ray: $(VENV)/.test ## the server over two replicas that Ray runs on this machine
-	FA_SERVE_TEST_RAY=$${FA_SERVE_TEST_RAY:-1} $(BIN)/pytest -q --timeout 300 tests/server/test_ray.py
+	FA_SERVE_TEST_RAY=$${FA_SERVE_TEST_RAY:-1} $(BIN)/pytest -q --timeout 600 tests/server/test_ray.py
 
 test-security: $(VENV)/.test ## the attacks of tests/security, and what another client gets meanwhile (LOAD=short or full)
 	FA_SERVE_LOAD=$(LOAD) $(BIN)/pytest -q -s --timeout 900 tests/security

@@ -5,7 +5,7 @@
 `ReplicaWorker` takes the place of the thread or process that otherwise runs the engine. It sends each request to a replica and
 passes on the outputs. If the replica of a request ends, the request is ended with an error. It is not sent to another replica,
 because a request that has killed one replica would kill the next one as well. Only a request that the replica has not begun to
-compute is sent again.
+compute is sent again. If the replica ended before it said whether it has begun, the request is sent again once.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ SILENT_LOOKS = 10
 HANG_UP_SECONDS = 1.0
 REPLICA_LOST = "the replica that computed the request has stopped"
 AGAIN_SECONDS = 0.1
-"""If a replica refuses a request because its engine has ended, the request is sent again after this time."""
+"""After this time, a request is sent again that a replica has not begun to compute because its engine or itself has ended."""
 LATE_SECONDS = 5.0
 """How long the last outputs of a request may take to arrive after its replica has reported its end."""
 
@@ -133,28 +133,43 @@ class ReplicaWorker:
     async def _run(self, add: Add | Encode, request: _Request) -> None:
         """Send a request, and wait for its end. Its outputs arrive through `_listen`."""
         name = add.request_id
-        response = self._add.remote(self._front, add)
         try:
-            refusal = await response
-            while isinstance(refusal, EngineDeadError):  # the replica is ending, and has not begun to compute the request
-                request.replica = None  # it may have taken the request before its engine ended
-                await asyncio.sleep(AGAIN_SECONDS)
-                response = self._add.remote(self._front, add)
-                refusal = await response
+            refusal = await self._call(add, request)
             if refusal is not None:
                 request.unfinished.clear()
                 self._on_outputs(StepOutputs(None, [], [(name, refusal)]))
             elif request.unfinished:
                 await asyncio.wait_for(request.ended.wait(), LATE_SECONDS)
-        except asyncio.CancelledError:
-            response.cancel()
-            raise
         except (RayActorError, asyncio.TimeoutError) as error:
             log.error("the replica that computed %s has stopped: %s", name, type(error).__name__)
             self._end(name, request, "error", RequestError("replica_lost", REPLICA_LOST))
         except Exception as error:
             log.exception("the replica that computed %s has failed", name)
             self._end(name, request, "error", RequestError("step_failed", f"{type(error).__name__}: {error}"))
+
+    async def _call(self, add: Add | Encode, request: _Request) -> Exception | None:
+        """Call `EngineReplica.add` of one replica after the other, until one computes the request. Returns what `add` returns.
+
+        Raises RayActorError if a replica ends that has taken the request, because it may have ended because of the request. It
+        may have taken it without saying so, and therefore the second such end is raised as well.
+        """
+        has_lost_one = False
+        while True:
+            response = self._add.remote(self._front, add)
+            try:
+                refusal: Exception | None = await response
+                if not isinstance(refusal, EngineDeadError):
+                    return refusal
+                request.replica = None  # it may have taken the request before its engine ended, but has computed nothing of it
+                await asyncio.sleep(AGAIN_SECONDS)
+            except RayActorError:
+                await asyncio.sleep(AGAIN_SECONDS)  # what the replica has sent last may arrive after the news of its end
+                if has_lost_one or request.replica is not None:
+                    raise
+                has_lost_one = True
+            except asyncio.CancelledError:
+                response.cancel()
+                raise
 
     def _stop(self, name: str, reason: FinishReason, error: RequestError | None = None) -> None:
         """End a request and cancel it in its replica. It is ended here because its task may not have begun to run."""
@@ -180,7 +195,7 @@ class ReplicaWorker:
                     if name in self._requests:
                         self._requests[name].replica = replica
                 for output in gains.outputs:
-                    self._note(output)
+                    self._note(output, replica)
                 if gains.outputs:
                     self._on_outputs(StepOutputs(None, gains.outputs))
         except Exception as error:
@@ -197,9 +212,10 @@ class ReplicaWorker:
             if request.replica == replica:
                 self._stop(name, "error", RequestError("replica_lost", REPLICA_LOST))
 
-    def _note(self, output: RequestOutput) -> None:
+    def _note(self, output: RequestOutput, replica: str) -> None:
         if output.error is not None and output.error.code == "engine_dead":  # only this replica's engine is dead
             output.error = RequestError("replica_lost", output.error.message)
+            self._front.heard.discard(replica)  # it would refuse the next requests until its process has ended
         request = self._requests.get(output.request_id)
         if request is not None and output.finished:
             request.unfinished.difference_update(output.answers)

@@ -202,6 +202,7 @@ def test_an_abandoned_stream_is_aborted_in_its_replica(replicas):
 @contextmanager
 def _four_streams(server: ServerProcess) -> Iterator[tuple[list[list[str]], list[float]]]:
     """What each of four streams has sent, and how many of them each replica has. Returns when the streams have ended."""
+    eventually(lambda: len(by_replica(server, "num_requests_running")) == 2, seconds=90)  # a replica may have just ended
     streams: list[list[str]] = [[] for _ in range(4)]
     readers = [threading.Thread(target=_read, args=(server, found)) for found in streams]
     for reader in readers:
@@ -257,8 +258,7 @@ def test_a_killed_replica_loses_its_own_streams_only(replicas):
 
 @needs_ray
 def test_a_killed_rank_loses_the_streams_of_its_replica_only(replicas):
-    """And no other request: the replica ends before it can refuse any."""
-    eventually(lambda: len(by_replica(replicas, "num_requests_running")) == 2, seconds=90)
+    """And no other request: one that the ending replica has not begun is sent to the other one."""
     with _four_streams(replicas) as (streams, shares):
         ranks = _of_kind(RANK, replicas.process.pid)
         assert len(ranks) == 2
@@ -266,7 +266,6 @@ def test_a_killed_rank_loses_the_streams_of_its_replica_only(replicas):
         ask = {"url": f"{replicas.url}/v1/completions", "json": COMPLETION, "timeout": 60}
         assert [httpx.post(**ask, headers=RIGHT).status_code for _ in range(12)] == [200] * 12
     _assert_some_are_lost(streams, shares)
-    eventually(lambda: len(by_replica(replicas, "num_requests_running")) == 2, seconds=90)
 
 
 @needs_ray

@@ -23,7 +23,7 @@ import httpx
 import pytest
 from warm_processes import WarmProcess, fa_serve
 
-START_SECONDS = 120
+START_SECONDS = 240
 for package in ("httpx", "httpx2"):  # the second one is that of openai
     with suppress(ImportError):
         # each `httpx.get` and each client of an SDK would read all certificates again, in 60 ms of a processor

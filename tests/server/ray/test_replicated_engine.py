@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from fa_serve.server.ray import replicated_engine
 from fa_serve.server.ray.output_channel import Gains
 from fa_serve.server.ray.replicated_engine import SILENT_LOOKS, ReplicaWorker
+from ray.exceptions import RayActorError
 
 from fa_serve.engine import EngineConfig, EngineDeadError, RequestError, RequestOutput, SamplingParams
 from fa_serve.engine.pooling.inputs import EncoderInput, EncoderInputs
@@ -128,12 +129,47 @@ async def _dying(monkeypatch: pytest.MonkeyPatch) -> None:
     worker.gains.put_nowait(Gains([], [RequestOutput("one", [], finished=True, finish_reason="error", error=error)]))
     await _turn(worker)
     assert _ends(steps) == [("one", "replica_lost")], "only this replica is dead"
+    assert worker._front.heard == set(), "and gets no other request"
     answers[2].set_result(None)
     await worker._stop_listening()
 
 
 def test_a_request_that_a_dying_replica_has_not_begun_is_sent_again(monkeypatch):
     asyncio.run(_dying(monkeypatch))
+
+
+@pytest.mark.parametrize("accepts", ["neither", "the second", "the first, as one hears late"])
+def test_a_request_survives_one_replica_that_may_not_have_taken_it(monkeypatch, accepts: str):
+    """A replica ends while a request is on its way there. Nobody knows whether it has ended because of it, so one may end."""
+
+    async def lost() -> None:
+        steps = []
+        answers = [asyncio.Future() for _ in range(3)]
+        worker = _worker(steps, list(answers))
+        worker.send(Add("one", [1], None))
+        await _turn(worker)
+        answers[0].set_exception(RayActorError())
+        if accepts == "the first, as one hears late":
+            worker.gains.put_nowait(Gains(["one"], []))
+        for _ in range(20):
+            await asyncio.sleep(0)
+        if accepts == "the second":
+            answers[1].set_result(None)
+            worker.gains.put_nowait(Gains(["one"], [RequestOutput("one", [], "a", [1], finished=True, finish_reason="stop")]))
+        elif accepts == "neither":
+            assert steps == []
+            answers[1].set_exception(RayActorError())
+        for _ in range(20):
+            await asyncio.sleep(0)
+        assert _ends(steps) == ([] if accepts == "the second" else [("one", "replica_lost")])
+        assert [output.text for step in steps for output in step.outputs if output.error is None] == ["a"] * (
+            accepts == "the second"
+        )
+        assert worker._requests == {}
+        await worker._stop_listening()
+
+    monkeypatch.setattr(replicated_engine, "AGAIN_SECONDS", 0.0)
+    asyncio.run(lost())
 
 
 async def _encoding() -> None:
