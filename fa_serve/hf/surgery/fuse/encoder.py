@@ -22,7 +22,6 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from fa_serve import api, ops
@@ -107,12 +106,12 @@ class FusedEncoderLayer:
         """The layer's output. x: (total, hidden); angles: cos and sin, (1, total, head_dim) each"""
         parts = self.parts
         h = x if parts.before_attention is None else ops.layer_norm(x, parts.before_attention)
-        qkv = linear(h, cast(Tensor, parts.qkv.weight), parts.qkv.bias)
+        qkv = ops.linear(h, parts.qkv.weight, parts.qkv.bias)
         if angles is not None:
             self._rotate(qkv, *angles)
         q, k, v = qkv.view(len(x), 3, self.num_heads, self.head_dim).unbind(1)
         x, h = self._add(x, attend(q, k, v).flatten(1), parts.o, parts.after_attention, parts.before_mlp)
-        h = linear(h, cast(Tensor, parts.up.weight), parts.up.bias)
+        h = ops.linear(h, parts.up.weight, parts.up.bias)
         gated = parts.activation
         h = ops.act_and_mul(h, gated) if isinstance(gated, str) else gated(h)
         return self._add(x, h, parts.down, parts.after_mlp, None)[0]
@@ -122,13 +121,13 @@ class FusedEncoderLayer:
         x: Tensor, h: Tensor, product: FusedProduct, after: ops.LayerNorm | None, before: ops.LayerNorm | None
     ) -> tuple[Tensor, Tensor]:
         """Project h and add it to x -> the new x, and the input of the next part."""
-        y = linear(h, cast(Tensor, product.weight), product.bias)
         if after is not None:
-            x = ops.layer_norm(y, after, residual=x)
+            x = ops.layer_norm(ops.linear(h, product.weight, product.bias), after, residual=x)
             return x, x if before is None else ops.layer_norm(x, before)
-        if before is None:
-            return y.add_(x), y
-        return x, ops.layer_norm(y, before, residual=x, keep_sum=True)
+        if before is not None:
+            return x, ops.layer_norm(ops.linear(h, product.weight, product.bias), before, residual=x, keep_sum=True)
+        x = ops.linear(h, product.weight, product.bias, residual=x)
+        return x, x
 
     def _rotate(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> None:
         """Rotate queries and keys in place. There is no cache, so every token has the slot -1, which stores nothing."""
