@@ -2,6 +2,7 @@
 
     python -m benchmarks.tuning.tune_decode  # every part, about 4 minutes on an H200
     python -m benchmarks.tuning.tune_decode --parts gate,grid --budget 120 --log decode.jsonl
+    python -m benchmarks.tuning.tune_decode --parts grid --layouts 20/20/64
 
 gate    options, dtypes, fp8, bitwise batch invariance, one CUDA graph over changing lengths behind a cache write
 launch  programmatic launch on and off, tiles of the combine kernel, host time of a call
@@ -44,6 +45,7 @@ CELLS = {
     (32, 8, 128): ((1, 1024), (1, 16384), (1, 131072), (8, 8192), (32, 4096), (64, 8192), (128, 1024), (256, 512), (256, 4096)),
     (64, 8, 64): ((1, 1024), (1, 16384), (1, 131072), (8, 8192), (32, 4096), (64, 8192), (128, 1024), (256, 4096)),
     (32, 32, 128): ((1, 16384), (8, 8192), (32, 4096)),
+    (20, 20, 64): ((16, 1500), (64, 1500)),  # Whisper's decoder, which attends to the states of its encoder
 }
 Shape = tuple[int, int, int, int]  # block_n, num_warps, num_stages, programs that fit on an SM
 TILES: tuple[Shape, ...] = ((64, 4, 2, 3), (64, 4, 2, 4), (64, 4, 3, 3), (128, 4, 2, 4), (128, 4, 3, 2))
@@ -203,9 +205,12 @@ def compare(search: Search, cases: Iterator[tuple[str, Problem]]) -> list[str]:
     return rows
 
 
-def grid_cases() -> Iterator[tuple[str, Problem]]:
+def grid_cases(layouts: Sequence[str]) -> Iterator[tuple[str, Problem]]:
+    """The cells of these head layouts, which are named like 32/8/128; of all layouts if none is named."""
     pool = pools()
     for (heads, kv_heads, dim), shapes in CELLS.items():
+        if layouts and f"{heads}/{kv_heads}/{dim}" not in layouts:
+            continue
         for batch, kv in shapes:
             problem = Problem.make([kv] * batch, heads, kv_heads, dim, pool=pool(kv_heads, dim))
             yield f"{heads}/{kv_heads} d{dim} {batch}x{kv}", problem
@@ -278,6 +283,9 @@ def launch() -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", default="gate,launch,uneven,fp8,grid")
+    parser.add_argument(
+        "--layouts", nargs="*", default=[], metavar="HEADS/KV_HEADS/DIM", help="of the grid; all of them if none"
+    )
     parser.add_argument("--budget", type=float, default=220.0, help="seconds; once spent, only the default tiles are timed")
     parser.add_argument("--log", type=Path, help="file for one JSON line for each variant")
     args = parser.parse_args()
@@ -295,7 +303,7 @@ def main() -> None:
     if "uneven" in parts:
         tables.append(compare(search, uneven_cases()))
     if "grid" in parts:
-        tables.append(compare(search, grid_cases()))
+        tables.append(compare(search, grid_cases(args.layouts)))
     print(f"\nread bandwidth {read_bandwidth():.2f} TB/s; {time.monotonic() - start:.0f} s in all")
     for table in tables:
         print("\n" + "\n".join(table))
