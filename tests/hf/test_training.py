@@ -127,3 +127,21 @@ def test_the_position_bias_of_t5_has_a_gradient() -> None:
         assert bias.any()
         gradients.append(bias)
     torch.testing.assert_close(gradients[1], gradients[0], atol=1e-5, rtol=1e-3)
+
+
+@pytest.mark.parametrize("use_cache", [False, True])
+@pytest.mark.parametrize("family", ["llama", "deepseek-v3", "gpt-oss", "t5"])
+def test_gradients_under_autocast_are_as_exact_as_those_of_eager_attention(family: str, use_cache: bool) -> None:
+    """With weights of float32, rotary positions give q and k in float32, and v is in bfloat16 if no cache promotes it."""
+    ids = tokens(2, 14)
+    labels = {"labels": ids} if family == "t5" else {}
+    gradients = []
+    for name, enabled in (("eager", False), ("eager", True), ("fa_serve", True)):
+        model = BY_NAME[family].build()
+        model.set_attn_implementation(name)
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            logits = model(ids, use_cache=use_cache, **labels).logits
+        logits.float().square().mean().backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+    exact, eager, ours = gradients
+    assert (ours - exact).norm() <= 2 * (eager - exact).norm()

@@ -112,6 +112,8 @@ def attention_forward(
             module, query, key, value, attention_mask, cache=cache, scaling=scaling, **words
         )
         return result
+    if not query.dtype == key.dtype == value.dtype != torch.float32:
+        query, key, value = _autocast(query, key, value)
     if fa_serve_batch is None:
         fa_serve_batch = _riding.batch
     if fa_serve_batch is None and _needs_no_translation(attention_mask, words):
@@ -131,6 +133,18 @@ def attention_forward(
             f"{type(module).__name__} adds a position_bias to its scores, which {type(fa_serve_batch).__name__} cannot do"
         )
     return fa_serve_batch.attend_biased(call), None
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Tensors in the dtype of `torch.autocast` where it is enabled, as PyTorch's own attention casts them.
+
+    With float32 weights, q and k come from rotary positions in float32, while v is in autocast's dtype.
+    """
+    device = tensors[0].device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in tensors)
 
 
 def _field_of_dropout(module: nn.Module, dropout: float) -> str:

@@ -8,7 +8,8 @@ its modeling module by name, such as `causal_conv1d_fn`. A `PatchedMixer` runs t
 names. Nothing is replaced outside of the instance: another model of the same class stays as it is.
 
 The functions translate transformers' arguments into a `StateCall`. If an argument of the forward is a `StepCache`, its `states`
-computes the call. Otherwise, as in `generate`, the call is computed directly, with the initial state that it is given.
+computes the call. Otherwise, as in `generate`, the call is computed directly, with the initial state that it is given. In a
+compiled or exported forward, the module's own code runs, because a graph cannot hold what `fa_serve.ops` reads from the device.
 
 Left out: whether the result equals that of the module's own code, which surgery/states.py proves.
 """
@@ -22,6 +23,7 @@ from functools import partial
 from math import inf
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from fa_serve.hf.adapter.packs import packs_of_states
@@ -69,8 +71,9 @@ def _own_forward(module: nn.Module) -> Any:
 def _own_forward_with(module: nn.Module, functions: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
     """The code of a module's own forward, with other functions under these names. Its first argument is the module."""
     own = _own_forward(module)
+    # torch.compile keeps what it compiles with a code object, so that functions with other globals must not share one
     forward = types.FunctionType(
-        own.__code__, {**own.__globals__, **functions}, own.__name__, own.__defaults__, own.__closure__
+        own.__code__.replace(), {**own.__globals__, **functions}, own.__name__, own.__defaults__, own.__closure__
     )
     forward.__kwdefaults__ = own.__kwdefaults__
     name = cache_argument(own)
@@ -122,6 +125,8 @@ class PatchedMixer:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         cache = next((x for x in (*args, *kwargs.values()) if isinstance(x, StepCache)), None)
+        if cache is None and torch.compiler.is_compiling() and packs_of_states() is None:
+            return type(self.module).forward(self.module, *args, **kwargs)
         self._states = None if cache is None else cache.states
         self._num_calls = 0
         try:

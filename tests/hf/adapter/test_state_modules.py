@@ -17,7 +17,13 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from fa_serve import hf
 from fa_serve.hf.adapter.releases import CACHE_NAMES
-from fa_serve.hf.adapter.state_modules import PatchedMixer, convolution, exchanged_functions, find_state_modules
+from fa_serve.hf.adapter.state_modules import (
+    PatchedMixer,
+    _own_forward_with,
+    convolution,
+    exchanged_functions,
+    find_state_modules,
+)
 from fa_serve.spec import UnsupportedModelError
 
 
@@ -48,6 +54,26 @@ def test_a_seat_is_that_of_one_instance() -> None:
     torch.testing.assert_close(other(input_ids=ids).logits, expected, atol=1e-4, rtol=1e-4)
     restored = pickle.loads(pickle.dumps(mixers[0]))
     assert restored.forward.module is restored
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["qwen3.5", "olmo-hybrid", "nemotron-h"])
+def test_a_seat_is_compiled_in_one_graph(name: str) -> None:
+    model = BY_NAME[name].build()
+    ids = tokens(2, 9)
+    expected = model(ids, use_cache=False).logits
+    for number, mixer in enumerate(find_state_modules(model)):
+        mixer.forward = PatchedMixer(mixer, number)
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(ids, use_cache=False).logits, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_seats_share_no_code_object_which_torch_compile_would_take_for_one_function() -> None:
+    model = BY_NAME["kimi-linear"].build(num_hidden_layers=3, layer_types=[*["linear_attention"] * 2, "full_attention"])
+    mixers = find_state_modules(model)
+    codes = [_own_forward_with(mixer, {}).__closure__[0].cell_contents.__code__ for mixer in mixers]
+    assert len({id(code) for code in (*codes, type(mixers[0]).forward.__code__)}) == 3
 
 
 @torch.no_grad()
