@@ -8,8 +8,10 @@ its modeling module by name, such as `causal_conv1d_fn`. A `PatchedMixer` runs t
 names. Nothing is replaced outside of the instance: another model of the same class stays as it is.
 
 The functions translate transformers' arguments into a `StateCall`. If an argument of the forward is a `StepCache`, its `states`
-computes the call. Otherwise, as in `generate`, the call is computed directly, with the initial state that it is given. In a
-compiled or exported forward, the module's own code runs, because a graph cannot hold what `fa_serve.ops` reads from the device.
+computes the call. Otherwise, as in `generate`, the call is computed directly, with the initial state that it is given.
+
+A compiled forward on a GPU leaves its graph for each call, because a graph cannot hold what `fa_serve.ops` reads from the
+device. On a CPU, where `fa_serve.ops` has no kernels, the module's own code runs instead, and the graph stays whole.
 
 Left out: whether the result equals that of the module's own code, which surgery/states.py proves.
 """
@@ -18,7 +20,7 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from math import inf
 from typing import Any
@@ -98,6 +100,11 @@ def reference_forward(module: nn.Module) -> Callable[..., Any]:
     )
 
 
+def _on_gpu(args: Iterable[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an argument of a forward is on a GPU."""
+    return any(isinstance(x, Tensor) and x.is_cuda for x in (*args, *kwargs.values()))
+
+
 class PatchedMixer:
     """The forward of a module with a state, with recurrences of `fa_serve.ops`.
 
@@ -125,7 +132,7 @@ class PatchedMixer:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         cache = next((x for x in (*args, *kwargs.values()) if isinstance(x, StepCache)), None)
-        if cache is None and torch.compiler.is_compiling() and packs_of_states() is None:
+        if cache is None and torch.compiler.is_compiling() and packs_of_states() is None and not _on_gpu(args, kwargs):
             return type(self.module).forward(self.module, *args, **kwargs)
         self._states = None if cache is None else cache.states
         self._num_calls = 0
