@@ -213,7 +213,7 @@ class Engine:
         self._ranks.add_to_digest(number for chunk in batch.chunks for number in chunk.numbers())
         if batch or batch.towers is not None:
             self._launch(batch, begin, outputs)
-            outputs += [self._end(*failure) for failure in self._scheduler.towers.failures()]
+            outputs += [self._answers.output(sequence) for sequence in self._scheduler.fail_images(batch)]
         if self._steps.is_full or (self._steps.launched and not batch):
             outputs += self._commit()
         elif not batch and self._scheduler.tier is not None and self._scheduler.tier.is_awaited:
