@@ -25,7 +25,7 @@ from pydantic_core import to_jsonable_python
 
 from fa_serve.engine.images.processor import PromptMaker
 from fa_serve.engine.images.prompt import ImageInput
-from fa_serve.engine.pooling.inputs import EncoderInputs, named_in_request
+from fa_serve.engine.pooling.inputs import EncoderInputs, Place, named_in_request
 from fa_serve.engine.request.detokenizer import TextStream
 from fa_serve.engine.request.params import schema_length
 from fa_serve.sandbox.trials import Cancelled, Trial, TrialError, TrialLimits, TrialProcessError, Trials
@@ -241,7 +241,7 @@ class Tokenization:
         client: str | None,
         field: str,
         *,
-        places: Sequence[str] | None = None,
+        places: Sequence[Place] | None = None,
         prompt: str = "",
         cuts: bool = False,
     ) -> EncoderInputs:
