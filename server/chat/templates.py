@@ -36,6 +36,7 @@ from .tools import ToolFormat, detect_format
 MESSAGE_NAME = re.compile(r"""message(\.name|\[['"]name['"]|\.get\(['"]name['"])""")
 ROLES = {"system", "user", "assistant", "tool"}  # which every template knows or refuses
 ANSWER = PromptEnd()
+CLOSED = PromptEnd(add_generation_prompt=False)
 LARGE_FACTOR = 10_000_000
 RESERVED = {"conversation", "messages", "self", "tools"}
 # what a template can raise for a conversation or a variable that is not of the kind that it expects
@@ -156,6 +157,9 @@ class Template:
             if ("tool_calls" in message or message["role"] == "tool") and "tool_calls" not in self._text:
                 raise BadRequest("This model's chat template does not support tool calls in messages.", param="messages")
         self._check_variables(variables)
+        if trial is None and end == CLOSED and self.begins_answers:
+            rule = "must not be false, because this model's chat template begins the assistant's turn whatever the value is"
+            raise BadRequest(f"add_generation_prompt {rule}.", param="add_generation_prompt", code="unsupported_parameter")
         if trial is None and self.holds_the_interpreter:
             self._refuse_if_broken()
             rule = (
@@ -203,8 +207,25 @@ class Template:
         """What the template writes after a message of the assistant; "" if it takes no such message."""
         if self.holds_the_interpreter:
             return ""
-        said = {"user": "Hello", "assistant": PROBE}
-        messages = [{"role": role, "content": self.forms().content(role, text)} for role, text in said.items()]
+        return self._written_after_answer()
+
+    @cached_property
+    def begins_answers(self) -> bool:
+        """Whether each prompt ends with the start of the assistant's turn, although the template does not read
+        `add_generation_prompt`.
+
+        Then more than the end of the turn follows an answer at the end of a prompt: it is not what comes before another
+        message. A template that only does so after a message of the user is not found.
+        """
+        if self.reads("add_generation_prompt") or self.holds_the_interpreter:
+            return False
+        closing = self._written_after_answer()
+        return bool(closing.strip()) and not self._written_after_answer("Hello").startswith(closing)
+
+    def _written_after_answer(self, *later: str) -> str:
+        """What the template writes after a message of the assistant, with these messages of the user after it."""
+        said = [("user", "Hello"), ("assistant", PROBE), *(("user", text) for text in later)]
+        messages = [{"role": role, "content": self.forms().content(role, text)} for role, text in said]
         try:
             text = self._tokenizer.apply_chat_template(messages, chat_template=self._text, tokenize=False)
         except FAILURES:
