@@ -299,8 +299,8 @@ class Engine:
 
         weights:    (name, tensor) pairs. Each tensor is copied in place into the parameter of that name. Empty if the caller
                     has changed the parameters in place itself, as an optimizer does
-        keep_pages: unfinished requests continue from the keys and values that the old weights have computed for them.
-                    Otherwise the new weights compute them again
+        keep_pages: unfinished requests continue from the keys and values that the old weights have computed for them, unless
+                    they wait for `prompt_logprobs`. Otherwise the new weights compute them again
 
         The prefix cache is emptied in either case. Steps in flight end first, and requests keep their tokens.
 

@@ -280,12 +280,13 @@ class Scheduler:
         """Empty the prefix cache: its memory is given away, or the weights are new (`new_weights`). No step may be in flight.
 
         Nothing computed so far is shared, except files unless the weights are new. Running sequences are admitted again and
-        recomputed. With `keep_pages` they go on with the pages that they hold, which no other sequence shares.
+        recomputed. With `keep_pages` they go on with the pages that they hold, which no other sequence shares, except for those
+        that lack log-probabilities of their prompt.
         """
         self._prefix.withdraw_everything(new_weights=new_weights)
         self.towers.forget()
         for sequence in [*self.running]:
-            if keep_pages:
+            if keep_pages and not sequence.num_prompt_logits(1):
                 sequence.keep_to_itself()
             else:
                 self._requeue(sequence, 0)
