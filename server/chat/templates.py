@@ -18,16 +18,17 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
 from pydantic_core import to_json
 
+from fa_serve.engine.images.prompt import ImageInput
 from fa_serve.engine.request.prompts import PromptReader
 from fa_serve.sandbox.trials import Trial
 
 from ..errors import BadRequest, HttpError, parameter_refused
-from .content_forms import PROBE, PROBE_FORMS, STRINGS, TOOL_IMAGES, ContentForms, Conversation, find_forms
+from .content_forms import PROBE, PROBE_FORMS, STRINGS, TOOL_IMAGES, ContentForms, Conversation, find_forms, has_image_places
 from .conversation import PromptEnd
 from .reasoning import CLOSING, OPENING
 from .template_process import MAX_REASON, OutputTooLongError, bound_output, first_showing
@@ -43,10 +44,22 @@ RESERVED = {"conversation", "messages", "self", "tools"}
 FAILURES = (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
 
+class EncodedChat(NamedTuple):
+    """The prompt that the chat template makes from a conversation.
+
+    tokens: the ids of the text, with one image token for each embedding of an image
+    """
+
+    tokens: list[int]
+    text: str
+    images: Sequence[ImageInput] = ()
+
+
 class Template:
     """One chat template.
 
     reader: turns prompts into tokens, and knows how long they may be
+    writes_images: whether it has places for the images of a user, as `learn` has found out
     fault:  what is wrong with the model's own template, in words that follow "it" ("must accept ..."), and that no request can
             repair; None if no fault is known. May be set later
     """
@@ -56,6 +69,7 @@ class Template:
         self._text = text
         self._reader = reader
         self.fault = fault
+        self.writes_images = False
         self._forms: ContentForms | None = None
         self._writes_tool_images: bool | None = None
 
@@ -92,6 +106,11 @@ class Template:
     @cached_property
     def _reads_message_names(self) -> bool:
         return MESSAGE_NAME.search(self._text) is not None
+
+    def learn(self) -> None:
+        """Find out now what the template does with contents, so that no request waits for it."""
+        self.forms()
+        self.writes_images = not self.holds_the_interpreter and has_image_places(self._render_probe)
 
     def forms(self, trial: Trial | None = None) -> ContentForms:
         """The forms of contents that the template reads. They are found out once. trial: as in `render`"""
