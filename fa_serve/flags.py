@@ -14,6 +14,7 @@ no name is ever cut off, however narrow the terminal is. Left out: the commands 
 from __future__ import annotations
 
 import inspect
+import os
 import re
 from collections.abc import Callable, Mapping
 from itertools import pairwise, takewhile
@@ -23,6 +24,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import typer
 from typer.core import TyperCommand
 
+from fa_serve.environment import PREFIX
 from fa_serve.server.settings import SECRETS, Settings, counts_bytes, shown_default
 
 FLAG = re.compile(r"--[a-z][a-z0-9-]*")
@@ -149,7 +151,11 @@ class EngineCommand(PlainHelp):
         return super().parse_args(ctx, args)
 
     def _require_one_name(self, ctx: Any, args: list[str]) -> None:
-        """End the command if NAMES is given several words. The second word may be MODEL, unless MODEL is given elsewhere."""
+        """End the command if NAMES is given several words. The second word may be MODEL, unless MODEL is given elsewhere.
+
+        With FA_SERVE_MODEL in the environment, the second word may be meant as another name, as in vLLM. It would take the
+        place of that model.
+        """
         if NAMES not in args:
             return
         behind = args[args.index(NAMES) + 1 :]
@@ -157,6 +163,12 @@ class EngineCommand(PlainHelp):
         if len(names) > 1 and self.make_parser(ctx).parse_args(args=[*args])[1]:  # words that no parameter takes
             given = " ".join(names)
             ctx.fail(f"{NAMES} takes one name, got {given}. Use {NAMES} {names[0]}, and let clients ask for that name")
+        model = os.environ.get(f"{PREFIX}MODEL")
+        if len(names) > 1 and model and names[1] != model:
+            ctx.fail(
+                f"{NAMES} takes one name, and {names[1]} behind it would take the place of {PREFIX}MODEL={model}. Leave "
+                f"{names[1]} out, or begin with it if it is the model: fa-serve {ctx.info_name} {names[1]} {NAMES} {names[0]}"
+            )
 
 
 def _undivided(text: str) -> str:

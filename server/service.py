@@ -329,6 +329,11 @@ class Service:
         assert self.engine.card is not None
         return self.engine.card.labels
 
+    @property
+    def _takes_images(self) -> bool:
+        """Whether chats may have images: the model takes them, and its chat template has places for them."""
+        return self.engine.summary.images is None and self.tokenization.writes_images
+
     def model_card(self, adapter: str | None = None) -> ModelCard:
         """The card of the model, or of one of its adapters."""
         card: ModelCard = {
@@ -338,7 +343,7 @@ class Service:
             "owned_by": "fa_serve",
             "max_model_len": self.engine.max_model_len,
             "task": self.task,
-            "input_modalities": ["text"] if self.engine.summary.images is not None else ["text", "image"],
+            "input_modalities": ["text", "image"] if self._takes_images else ["text"],
         }
         if adapter is not None:
             card["parent"] = self.model_name

@@ -19,13 +19,12 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from functools import cached_property, lru_cache, partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic_core import to_jsonable_python
 
 from fa_serve.engine.images.processor import PromptMaker
-from fa_serve.engine.images.prompt import ImageInput
-from fa_serve.engine.pooling.inputs import EncoderInputs, named_in_request
+from fa_serve.engine.pooling.inputs import EncoderInputs, Place, named_in_request
 from fa_serve.engine.request.detokenizer import TextStream
 from fa_serve.engine.request.params import schema_length
 from fa_serve.sandbox.trials import Cancelled, Trial, TrialError, TrialLimits, TrialProcessError, Trials
@@ -38,7 +37,7 @@ from .chat import template_process
 from .chat.content_forms import PROBE, Conversation, shows_probe
 from .chat.conversation import ChatRequest, TokenizeRequest, Tool
 from .chat.special_tokens import Prompt, SpecialTokens
-from .chat.templates import Template
+from .chat.templates import EncodedChat, Template
 from .errors import RETRY_SECONDS, ApiError, BadRequest, Unavailable, parameter_refused, trials_failed
 from .images.addresses import RequestImage
 from .images.loader import ImageLoader
@@ -60,17 +59,6 @@ MAX_TEMPLATES = 16  # parsed chat templates of requests to keep
 LONG_TEXT = 1 << 16  # characters, which take the tokenizer some tens of milliseconds
 SHORT_INPUTS = 1 << 12  # characters, which take the tokenizer less than half a millisecond
 MAX_TEMPLATE_LENGTH = 1 << 16  # characters of a request's chat template; the longest of known models has about 20,000
-
-
-class EncodedChat(NamedTuple):
-    """The prompt that the chat template makes from a conversation.
-
-    tokens: the ids of the text, with one image token for each embedding of an image
-    """
-
-    tokens: list[int]
-    text: str
-    images: Sequence[ImageInput] = ()
 
 
 class Tokenization:
@@ -131,7 +119,7 @@ class Tokenization:
                     reason = reason or error.message.rstrip(".")
                 else:
                     if shows_probe(text):
-                        template.forms()  # found now, so that the first request need not wait for it
+                        template.learn()
                         return None
                     done = "leaves out the text of" if text.strip() else "writes nothing for"
                     reason = reason or f"it {done} a message that says {PROBE}"
@@ -147,6 +135,11 @@ class Tokenization:
     def writes_chats(self) -> bool:
         """Whether there is a chat template that is not known to be broken."""
         return bool(self._operators_template or self._engine.tokenizer.chat_template) and not self._faults
+
+    @property
+    def writes_images(self) -> bool:
+        """Whether the operator's chat template, or one of the model's, has places for images."""
+        return any(template.writes_images for template in self._own.values())
 
     async def find_chat_end(self) -> None:
         """Look for the end token of the operator's chat template, or of the model's.
@@ -198,6 +191,8 @@ class Tokenization:
         """Start the process that decodes images in the background, because the model takes images. Otherwise the first image
         would wait for seconds."""
         self._loader.start()
+        if self.writes_chats and not self.writes_images:
+            log.warning("the chat template has no place for images, which the model takes: --chat-template may replace it")
 
     def close(self) -> None:
         """End the processes that decode images and apply chat templates."""
@@ -241,7 +236,7 @@ class Tokenization:
         client: str | None,
         field: str,
         *,
-        places: Sequence[str] | None = None,
+        places: Sequence[Place] | None = None,
         prompt: str = "",
         cuts: bool = False,
     ) -> EncoderInputs:

@@ -193,6 +193,25 @@ def test_a_model_may_stand_behind_its_name(monkeypatch):
     assert (settings.served_model_name, settings.model, settings.eager) == ("a", "org/model", True)
 
 
+@pytest.mark.parametrize("command", ["serve", "ray", "warm"])
+def test_a_second_name_does_not_take_the_place_of_the_environments_model(command):
+    """vLLM takes several names. The server would load, or download, a model that is called like the second one."""
+    result = run(command, "--served-model-name", "a", "b", FA_SERVE_MODEL="org/model")
+    assert result.exit_code == 2
+    assert (
+        "--served-model-name takes one name, and b behind it would take the place of FA_SERVE_MODEL=org/model" in result.stderr
+    )
+    assert f"fa-serve {command} b --served-model-name a" in result.stderr
+
+
+def test_a_model_before_its_name_replaces_the_environments(monkeypatch):
+    for arguments in (("b", "--served-model-name", "a"), ("--served-model-name", "a", "--eager", "b")):
+        settings = given(*arguments, monkeypatch=monkeypatch, FA_SERVE_MODEL="org/model")
+        assert (settings.served_model_name, settings.model) == ("a", "b")
+    settings = given("--served-model-name", "a", "org/model", monkeypatch=monkeypatch, FA_SERVE_MODEL="org/model")
+    assert (settings.served_model_name, settings.model) == ("a", "org/model")
+
+
 @pytest.mark.parametrize("command", ["chat", "bench", "info", "doctor"])
 def test_a_command_without_settings_names_none(command):
     for flag in ("--api-key", "--block-size"):

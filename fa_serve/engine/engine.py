@@ -213,7 +213,7 @@ class Engine:
         self._ranks.add_to_digest(number for chunk in batch.chunks for number in chunk.numbers())
         if batch or batch.towers is not None:
             self._launch(batch, begin, outputs)
-            outputs += [self._end(*failure) for failure in self._scheduler.towers.failures()]
+            outputs += [self._answers.output(sequence) for sequence in self._scheduler.fail_images(batch)]
         if self._steps.is_full or (self._steps.launched and not batch):
             outputs += self._commit()
         elif not batch and self._scheduler.tier is not None and self._scheduler.tier.is_awaited:
@@ -299,8 +299,8 @@ class Engine:
 
         weights:    (name, tensor) pairs. Each tensor is copied in place into the parameter of that name. Empty if the caller
                     has changed the parameters in place itself, as an optimizer does
-        keep_pages: unfinished requests continue from the keys and values that the old weights have computed for them.
-                    Otherwise the new weights compute them again
+        keep_pages: unfinished requests continue from the keys and values that the old weights have computed for them, unless
+                    they wait for `prompt_logprobs`. Otherwise the new weights compute them again
 
         The prefix cache is emptied in either case. Steps in flight end first, and requests keep their tokens.
 

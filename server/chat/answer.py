@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from fa_serve.engine import RequestOutput, StructuredOutput
+from fa_serve.engine.request.params import ComposedGrammar
 from fa_serve.spec import ParameterError
 
 from ..answers.answer import Answer
@@ -124,6 +125,7 @@ class ChatAnswer(Answer):
         free_text = asked.output is ANY_TEXT
         start = "" if free_text else "answer"
         rules: list[str] = []
+        parts = [] if free_text else [asked.output]
         try:
             if not free_text:
                 rules.append(f"answer: {rule(asked.output)}")
@@ -139,10 +141,13 @@ class ChatAnswer(Answer):
                 raise parameter_refused(error, "tools") from None
             start = f"{start} | {called}" if start else called
             rules += more
+            parts.append(StructuredOutput(json_schema=call_list_schema(self._tools, "parameters", single)))
         try:
-            return StructuredOutput(grammar=compose(start, rules, thoughts, special_token))
-        except ParameterError as error:  # with its other parts, the grammar is too long
-            raise parameter_refused(error, asked.field) from None
+            return ComposedGrammar(grammar=compose(start, rules, thoughts, special_token), parts=tuple(parts))
+        except ParameterError as error:
+            kind = parts[0].kind
+            rule_of_whole = f"{error.rule} together with the grammar of thoughts and calls"
+            raise parameter_refused(ParameterError(kind, rule_of_whole, getattr(parts[0], kind)), asked.field) from None
 
     def _skip_special_tokens(self) -> bool | None:
         """False if a marker of tool calls or thoughts is a special token: the readers need to see it in the text."""

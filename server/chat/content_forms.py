@@ -9,12 +9,14 @@ each role, because some templates take a string for one role and parts for anoth
 that role gets strings, so nothing changes for text-only templates. If a template writes the word in neither form, for example
 because it does not know the role, the role gets the form of the user's messages.
 
-A content with images is always a list of parts. `TOOL_IMAGES` shows whether a template writes the images of a tool's result.
+A content with images is always a list of parts. `has_image_places` tells whether a template writes something for an image of
+the user, and `TOOL_IMAGES` shows whether it writes the images of a tool's result.
 Only the results are kept: what a template writes for a probe may be as long as a prompt (template_process.py).
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any, NamedTuple
@@ -64,6 +66,22 @@ def find_forms(first_showing: FirstShowing) -> ContentForms:
     return ContentForms(parts)
 
 
+def has_image_places(render: Callable[[Conversation], str | None]) -> bool:
+    """Whether a template writes something other than white space for an image in a message of the user.
+
+    A template that expects a string writes the list of parts, which is no place for an image.
+
+    render: returns None for a conversation that the template refuses
+    """
+    text = {"type": "text", "text": PROBE}
+    for others in (False, True):
+        written, without = (render(_of_user("Hello", others, [*images, text])) or "" for images in ([{"type": "image"}], []))
+        adds = "".join(written.split()) != "".join(without.split())
+        if written and adds and WRITTEN_PART.search(written) is None:
+            return True
+    return False
+
+
 def _conversations(role: str) -> list[Conversation]:
     """Conversations with the probe word in a message of this role, one for each of `FORMS`."""
     return [CONVERSATIONS[role]("Hello", others, _content(PROBE, in_parts)) for in_parts, others in FORMS]
@@ -105,3 +123,5 @@ CONVERSATIONS: dict[str, Callable[[str, bool, Any], Conversation]] = {
 }
 TOOL_IMAGES = [_of_tool("Hello", others, [{"type": "image"}]) for others in (False, True)]
 """Conversations with an image in the result of a tool."""
+WRITTEN_PART = re.compile(r"""(?i)['"]type['"]""")
+"""What a template writes that takes a list of parts for a string, as Python or as JSON."""

@@ -18,16 +18,17 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
 from pydantic_core import to_json
 
+from fa_serve.engine.images.prompt import ImageInput
 from fa_serve.engine.request.prompts import PromptReader
 from fa_serve.sandbox.trials import Trial
 
 from ..errors import BadRequest, HttpError, parameter_refused
-from .content_forms import PROBE, PROBE_FORMS, STRINGS, TOOL_IMAGES, ContentForms, Conversation, find_forms
+from .content_forms import PROBE, PROBE_FORMS, STRINGS, TOOL_IMAGES, ContentForms, Conversation, find_forms, has_image_places
 from .conversation import PromptEnd
 from .reasoning import CLOSING, OPENING
 from .template_process import MAX_REASON, OutputTooLongError, bound_output, first_showing
@@ -36,16 +37,29 @@ from .tools import ToolFormat, detect_format
 MESSAGE_NAME = re.compile(r"""message(\.name|\[['"]name['"]|\.get\(['"]name['"])""")
 ROLES = {"system", "user", "assistant", "tool"}  # which every template knows or refuses
 ANSWER = PromptEnd()
+CLOSED = PromptEnd(add_generation_prompt=False)
 LARGE_FACTOR = 10_000_000
 RESERVED = {"conversation", "messages", "self", "tools"}
 # what a template can raise for a conversation or a variable that is not of the kind that it expects
 FAILURES = (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 
 
+class EncodedChat(NamedTuple):
+    """The prompt that the chat template makes from a conversation.
+
+    tokens: the ids of the text, with one image token for each embedding of an image
+    """
+
+    tokens: list[int]
+    text: str
+    images: Sequence[ImageInput] = ()
+
+
 class Template:
     """One chat template.
 
     reader: turns prompts into tokens, and knows how long they may be
+    writes_images: whether it has places for the images of a user, as `learn` has found out
     fault:  what is wrong with the model's own template, in words that follow "it" ("must accept ..."), and that no request can
             repair; None if no fault is known. May be set later
     """
@@ -55,6 +69,7 @@ class Template:
         self._text = text
         self._reader = reader
         self.fault = fault
+        self.writes_images = False
         self._forms: ContentForms | None = None
         self._writes_tool_images: bool | None = None
 
@@ -91,6 +106,11 @@ class Template:
     @cached_property
     def _reads_message_names(self) -> bool:
         return MESSAGE_NAME.search(self._text) is not None
+
+    def learn(self) -> None:
+        """Find out now what the template does with contents, so that no request waits for it."""
+        self.forms()
+        self.writes_images = not self.holds_the_interpreter and has_image_places(self._render_probe)
 
     def forms(self, trial: Trial | None = None) -> ContentForms:
         """The forms of contents that the template reads. They are found out once. trial: as in `render`"""
@@ -156,6 +176,9 @@ class Template:
             if ("tool_calls" in message or message["role"] == "tool") and "tool_calls" not in self._text:
                 raise BadRequest("This model's chat template does not support tool calls in messages.", param="messages")
         self._check_variables(variables)
+        if trial is None and end == CLOSED and self.begins_answers:
+            rule = "must not be false, because this model's chat template begins the assistant's turn whatever the value is"
+            raise BadRequest(f"add_generation_prompt {rule}.", param="add_generation_prompt", code="unsupported_parameter")
         if trial is None and self.holds_the_interpreter:
             self._refuse_if_broken()
             rule = (
@@ -203,8 +226,25 @@ class Template:
         """What the template writes after a message of the assistant; "" if it takes no such message."""
         if self.holds_the_interpreter:
             return ""
-        said = {"user": "Hello", "assistant": PROBE}
-        messages = [{"role": role, "content": self.forms().content(role, text)} for role, text in said.items()]
+        return self._written_after_answer()
+
+    @cached_property
+    def begins_answers(self) -> bool:
+        """Whether each prompt ends with the start of the assistant's turn, although the template does not read
+        `add_generation_prompt`.
+
+        Then more than the end of the turn follows an answer at the end of a prompt: it is not what comes before another
+        message. A template that only does so after a message of the user is not found.
+        """
+        if self.reads("add_generation_prompt") or self.holds_the_interpreter:
+            return False
+        closing = self._written_after_answer()
+        return bool(closing.strip()) and not self._written_after_answer("Hello").startswith(closing)
+
+    def _written_after_answer(self, *later: str) -> str:
+        """What the template writes after a message of the assistant, with these messages of the user after it."""
+        said = [("user", "Hello"), ("assistant", PROBE), *(("user", text) for text in later)]
+        messages = [{"role": role, "content": self.forms().content(role, text)} for role, text in said]
         try:
             text = self._tokenizer.apply_chat_template(messages, chat_template=self._text, tokenize=False)
         except FAILURES:

@@ -18,6 +18,7 @@ import numpy as np
 from fastapi import Request
 
 from fa_serve.engine import Pooled, PoolingParams
+from fa_serve.engine.pooling.inputs import Place
 from fa_serve.engine.pooling.params import PooledRows
 from fa_serve.spec import ParameterError
 
@@ -82,14 +83,15 @@ class PoolingWork:
         prompt: str = "",
         cuts: bool | None = None,
         size: int = 64,
-        places: Sequence[str] | None = None,
+        places: Sequence[Place] | None = None,
     ) -> AsyncIterator[Computed]:
         """The encoder's results. The request keeps its place in the queue while the context lasts.
 
         prompt: text that is written before each text
         cuts:   whether inputs that are too long are cut
         size:   bytes of the answer for each input
-        places: where each input is in the request, for errors. Then the number of inputs has already been checked
+        places: where each input, or each text of a pair, is in the request, for errors. Then the caller has checked how many
+                inputs there are
 
         Raises ApiError.
         """
@@ -146,10 +148,11 @@ class PoolingWork:
         service = self._service
         task = service.require_task("score", "embed")
         params = PoolingParams(activation="none" if raw else "default")
-        if task == "score":
-            async with self.computed(pairs, params, cuts=cuts) as found:
-                return [float(each[0]) for each in found.values], found.usage()
         self._require_few(len(pairs))
+        named = self._places(pairs, ranks)
+        if task == "score":
+            async with self.computed(pairs, params, cuts=cuts, places=named) as found:
+                return [float(each[0]) for each in found.values], found.usage()
         queries, documents = (self._prompt_of("query"), self._prompt_of("document")) if ranks else ("", "")
         prompts = [queries] if queries == documents else [queries, documents]
         vectors: dict[tuple[str, str], VectorValues] = {}
@@ -158,16 +161,22 @@ class PoolingWork:
             sides = [side for side in (0, 1) if (queries, documents)[side] == prompt]
             texts: dict[str, str] = {}  # by text, its first place in the request: each text is encoded once
             for side in sides:
-                field = self._field if side else "query" if ranks else "text_1"
-                is_one = len({pair[side] for pair in pairs}) == 1
-                for number, pair in enumerate(pairs):
-                    texts.setdefault(pair[side], field if is_one else f"{field}[{number}]")
+                for pair, places_of_pair in zip(pairs, named, strict=True):
+                    texts.setdefault(pair[side], places_of_pair[side])
             places = [*texts.values()]
             async with self.computed([*texts], PoolingParams(normalize=True), prompt=prompt, cuts=cuts, places=places) as found:
                 vectors |= zip(((prompt, text) for text in texts), found.values, strict=True)
                 count += found.num_tokens
         scores = [float(np.dot(vectors[queries, first], vectors[documents, second])) for first, second in pairs]
         return scores, {"prompt_tokens": count, "total_tokens": count}
+
+    def _places(self, pairs: Sequence[tuple[str, str]], ranks: bool) -> list[tuple[str, str]]:
+        """Where the texts of each pair are in the request. ranks: as in `scores`"""
+        sides = []
+        for side, field in enumerate(("query" if ranks else "text_1", self._field)):
+            is_one = len({pair[side] for pair in pairs}) == 1
+            sides.append([field if is_one else f"{field}[{number}]" for number in range(len(pairs))])
+        return [*zip(*sides, strict=True)]
 
     def _prompt_of(self, kind: str) -> str:
         """The model's prompt for queries or for documents, as `encode_query` and `encode_document` of sentence-transformers

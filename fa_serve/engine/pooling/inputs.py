@@ -32,7 +32,7 @@ MAX_TOKENS = 1 << 20
 """The most tokens of all inputs of a call together."""
 MAX_PROMPTS = 64
 """Prompts whose lengths are remembered."""
-PLACE = re.compile(r"input\[(\d+)\]")
+PLACE = re.compile(r"input\[(\d+)\](?:\[([01])\])?")
 PIECE = 1 << 18
 """Characters that are tokenized at once: their offsets take a hundred times as many bytes."""
 
@@ -178,7 +178,8 @@ class InputReader:
         first:          number of the first input in errors
 
         Raises ParameterError for an input that is empty, too long, not of this vocabulary or no text, with `place_of` its
-        number as the field, and with the field "input" for too many tokens of all inputs together.
+        number as the field, also with which text of a pair is wrong if one of them is wrong alone, and with the field "input"
+        for too many tokens of all inputs together.
         """
         found: list[EncoderInputs] = []
         count = 0
@@ -215,24 +216,26 @@ class InputReader:
         skipped = self._prompt_length(prompt) if prompt and self._card.skips_prompt else 0
         skips = skipped * np.array(is_text, dtype=np.int32) if skipped else None
         inputs = EncoderInputs(_flat(rows), ends_of(map(len, rows)), types, skips)
-        self._check(inputs, first)
+        self._check(inputs, first, piece)
         return inputs
 
     def _checked_text(self, text: str | tuple[str, str], number: int, prompt: str, truncate: bool) -> Any:
         """The text with its prompt. A text that cannot fit is refused or cut before tokenization, because that takes long."""
         parts = [prompt + text] if isinstance(text, str) else list(text)
+        is_pair = len(parts) > 1
         limit = self._prompts.max_chars
         for index, part in enumerate(parts):
             if len(part) > limit:
                 if not truncate:
-                    raise self._too_long(number, f"{len(part)} characters")
+                    raise self._too_long(place_of(number, index if is_pair else None), f"{len(part)} characters")
                 part = parts[index] = part[-limit:] if self._cuts_left else part[:limit]
             try:
                 part.encode()
             except UnicodeEncodeError as error:
                 rule = f"be a text that UTF-8 can encode, without half of a surrogate pair at character {error.start}"
-                raise ParameterError(place_of(number), rule, part[error.start : error.end]) from None
-        return parts[0] if len(parts) == 1 else tuple(parts)
+                place = place_of(number, index if is_pair else None)
+                raise ParameterError(place, rule, part[error.start : error.end]) from None
+        return tuple(parts) if is_pair else parts[0]
 
     def _checked_ids(self, ids: Sequence[int], number: int, truncate: bool) -> Sequence[int]:
         """The ids of one input. An error names its number."""
@@ -245,7 +248,7 @@ class InputReader:
             return tokens
         return tokens[-limit:] if self._cuts_left else tokens[:limit]
 
-    def _check(self, inputs: EncoderInputs, first: int) -> None:
+    def _check(self, inputs: EncoderInputs, first: int, piece: Sequence[InputText]) -> None:
         """Raise ParameterError for an input without tokens, with too many, or with some that the model does not know."""
         lengths = inputs.lengths
         if not lengths.all():
@@ -253,15 +256,26 @@ class InputReader:
             raise ParameterError(place_of(number), "have at least one token", [])
         if lengths.max() > self._card.max_tokens:
             index = int(np.argmax(lengths > self._card.max_tokens))
-            raise self._too_long(first + index, int(lengths[index]))
+            given = piece[index]
+            if isinstance(given, tuple):
+                raise self._too_long_pair(first + index, given, int(lengths[index]))
+            raise self._too_long(place_of(first + index), int(lengths[index]))
         if inputs.ids.max() >= self._prompts.vocab_size:
             number = int(np.searchsorted(inputs.ends, int(np.argmax(inputs.ids)), side="right")) - 1
             self._checked_ids(inputs[number].ids.tolist(), first + number, False)  # raises an error that says more
 
-    def _too_long(self, number: int, length: object) -> ParameterError:
-        limit = self._card.max_tokens
-        rule = f"have at most {limit} tokens, this model's limit, unless truncate is true"
-        return ParameterError(place_of(number), rule, length, "context_length_exceeded")
+    def _too_long(self, place: str, length: object, beside: str = "") -> ParameterError:
+        """beside: what else counts"""
+        rule = f"have at most {self._card.max_tokens} tokens{beside}, this model's limit, unless truncate is true"
+        return ParameterError(place, rule, length, "context_length_exceeded")
+
+    def _too_long_pair(self, number: int, pair: tuple[str, str], length: int) -> ParameterError:
+        """The error of a pair. It names the text that is too long alone, if one of them is. length: of the pair"""
+        for side, text in enumerate(pair):
+            alone = len(self._whole.encode(text).ids)
+            if alone > self._card.max_tokens:
+                return self._too_long(place_of(number, side), alone)
+        return self._too_long(place_of(number), length, " with the other text of its pair")
 
     def _count_prompt(self, prompt: str) -> int:
         """The tokens of a prompt, without a special token at its end."""
@@ -269,23 +283,35 @@ class InputReader:
         return len(ids) - (bool(ids) and ids[-1] in self._special)
 
 
-def place_of(number: int) -> str:
-    """The name of one of several inputs, as the field of an error."""
-    return f"input[{number}]"
+def place_of(number: int, side: int | None = None) -> str:
+    """The name of one of several inputs, as the field of an error. side: which text of a pair it is about, 0 or 1"""
+    return f"input[{number}]" if side is None else f"input[{number}][{side}]"
 
 
-def named_in_request(error: ParameterError, field: str, count: int, places: Sequence[str] | None) -> tuple[ParameterError, str]:
+Place = str | tuple[str, str]
+"""Where an input is in a request, or where the two texts of a pair are."""
+
+
+def named_in_request(
+    error: ParameterError, field: str, count: int, places: Sequence[Place] | None
+) -> tuple[ParameterError, str]:
     """An error of `InputReader.read` with the name that the refused input has in a request, and the request's field.
 
-    field: holds the `count` inputs, as a list if there are several; places: where each input is, if they are not such a list
+    field:  holds the `count` inputs, as a list if there are several
+    places: where each input is, if they are not such a list; an error of a pair as a whole has the place of its second text
     """
     found = PLACE.fullmatch(error.field)
     if found is None:
         return error, field
     number = int(found[1])
-    place = field if count == 1 else f"{field}[{number}]"
+    side = None if found[2] is None else int(found[2])
+    place: Place = field if count == 1 else f"{field}[{number}]"
     if places is not None:
         place = places[number]
+    if isinstance(place, tuple):
+        place = place[1 if side is None else side]
+    elif side is not None:
+        place = f"{place}[{side}]"
     return ParameterError(place, error.rule, error.value, error.code), place
 
 

@@ -83,10 +83,14 @@ class Answers:
         """Take in the log-probabilities of prompt tokens that a step has computed.
 
         Skips those that are known already, because a preempted prompt is computed twice, and those of requests that have ended.
+        Those of other weights are dropped: the scheduler lets the new weights compute the prompt from its first token on.
         """
         for sequence, start, entries in result.prompt_logprobs:
             state = self._states.get(sequence.request.request_id)
             if state is not None and state.sequence is sequence and state.prompt_logprobs is not None:
+                if state.prompt_version != self._counters.weight_version:
+                    state.prompt_version = self._counters.weight_version
+                    state.prompt_logprobs = [None]
                 state.prompt_logprobs += entries[len(state.prompt_logprobs) - start :]
 
     def output(

@@ -31,12 +31,14 @@ class OutputState:
     times:   where its time went
     complete: whether a stop string or its grammar has ended it
     prompt_logprobs: those that are known so far; None if they were not asked for
+    prompt_version: version of the weights that have computed them
     """
 
     sequence: SequenceState
     stream: TextStream | None = None
     matcher: Any = None
     prompt_logprobs: list[TokenLogprob | None] | None = None
+    prompt_version: int = 0
     complete: bool = False
     times: SequenceTimes = field(init=False)
 

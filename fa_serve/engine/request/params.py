@@ -37,8 +37,9 @@ class StructuredOutput:
     grammar: str | None = None
 
     def __post_init__(self) -> None:
-        given = [f.name for f in fields(self) if getattr(self, f.name) not in (None, False)]
-        _require(len(given) == 1, "structured", "give exactly one of " + ", ".join(f.name for f in fields(self)), given)
+        names = [f.name for f in fields(StructuredOutput)]
+        given = [name for name in names if getattr(self, name) not in (None, False)]
+        _require(len(given) == 1, "structured", "give exactly one of " + ", ".join(names), given)
         _require(isinstance(self.json_object, bool), "json_object", "be True or False", self.json_object)
         _require(isinstance(self.json_schema, Mapping | str | None), "json_schema", "be a dict or a string", self.json_schema)
         for name in ("regex", "grammar"):
@@ -59,6 +60,21 @@ class StructuredOutput:
         if isinstance(self.json_schema, Mapping):
             return schema_length(self.json_schema, MAX_STRUCTURED if limit is None else limit)
         return len(self.json_schema or self.regex or self.grammar or "") + sum(map(len, self.choice or ()))
+
+    @property
+    def kind(self) -> str:
+        """The name of the field that is given."""
+        return next(f.name for f in fields(StructuredOutput) if getattr(self, f.name) not in (None, False))
+
+
+@dataclass(frozen=True, slots=True)
+class ComposedGrammar(StructuredOutput):
+    """A grammar that a program has composed of structured outputs, which its user has not seen.
+
+    parts: the structured outputs; if one of them cannot be followed, the error is that of this part alone
+    """
+
+    parts: tuple[StructuredOutput, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

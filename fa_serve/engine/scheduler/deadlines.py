@@ -5,8 +5,11 @@ from __future__ import annotations
 from heapq import heapify, heappop, heappush
 from itertools import count
 
+from fa_serve.engine.errors import RequestError
 from fa_serve.engine.scheduler.sequence import SequenceState
 
+LATE = RequestError("timeout", "the request did not finish within its timeout")
+"""The error of a sequence whose deadline has passed."""
 SPARE = 64
 """Entries of ended sequences that may always stay in the heap. Removing them costs a pass over all entries."""
 

@@ -250,6 +250,20 @@ class FairQueue(Generic[S]):
             self._clients = {name: c for name, c in self._clients.items() if c.waiting or c.num_admitted}
 
 
+def turns_by_rank(newest: S, running: Sequence[S]) -> list[tuple[S, int]]:
+    """The turns of the running sequences of a client once another one of it runs, so that they are in the order of their ranks.
+
+    newest: the sequence that is admitted, with its turn; running: the others, by turn
+
+    Returns an empty list if the order is right without a change.
+    """
+    own = [each for each in running if each.request.client == newest.request.client]
+    if not own or (own[-1].rank <= newest.rank and own[-1].turn <= newest.turn):
+        return []
+    own.append(newest)
+    return [*zip(sorted(own, key=_rank), sorted(each.turn for each in own), strict=True)]
+
+
 def _rank(sequence: Queued) -> tuple[float, int]:
     return sequence.rank
 

@@ -6,7 +6,7 @@ batch.num_tokens
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import NamedTuple
@@ -120,6 +120,10 @@ class ScheduledBatch:
     groups: Sequence[PrefixGroup] = ()
     towers: TowerWork | None = None
 
+    def chunks_of(self, sequences: Container[SequenceState]) -> list[Chunk]:
+        """Its chunks of these sequences."""
+        return [chunk for chunk in self.chunks if chunk.sequence in sequences]
+
     @property
     def room(self) -> int:
         """Tokens that still fit into the step."""
@@ -175,3 +179,14 @@ class ScheduledBatch:
 
     def __bool__(self) -> bool:
         return bool(self.chunks)
+
+
+def sharers_of(chunks: Iterable[Chunk], running: Iterable[SequenceState], page_size: int) -> list[SequenceState]:
+    """The running sequences that found pages in the prefix cache which these chunks of the newest step fill.
+
+    Pages are offered when the step that fills them is scheduled, so each of these sequences was admitted in that step. All of
+    them need another computation if the step fails. The same is true if one value of a chunk is not finite: kernels multiply
+    masked values by 0, so tokens before that value may be spoilt as well.
+    """
+    filled = {page for chunk in chunks for page in chunk.sequence.pages[chunk.start // page_size :]}
+    return [sequence for sequence in running if not filled.isdisjoint(sequence.pages[: sequence.num_shared])]

@@ -33,26 +33,25 @@ from itertools import chain
 
 from fa_serve.engine.cache.host_tier import HostTier
 from fa_serve.engine.cache.pages import PageTable
-from fa_serve.engine.cache.prefix import NOTHING, Prefix, Room, SharedPrefix
+from fa_serve.engine.cache.prefix import Prefix
 from fa_serve.engine.cache.states import StateTable
 from fa_serve.engine.errors import RequestError
 from fa_serve.engine.request.outputs import FinishReason
 from fa_serve.engine.request.request import Request
 from fa_serve.engine.scheduler.adapter_seats import AdapterSeats
+from fa_serve.engine.scheduler.admission import Admission
 from fa_serve.engine.scheduler.chunk_lengths import next_length
-from fa_serve.engine.scheduler.deadlines import Deadlines
-from fa_serve.engine.scheduler.fair_queue import FairQueue
+from fa_serve.engine.scheduler.deadlines import LATE, Deadlines
+from fa_serve.engine.scheduler.fair_queue import FairQueue, turns_by_rank
 from fa_serve.engine.scheduler.prefix_groups import PrefixGroups
 from fa_serve.engine.scheduler.prompt_order import PromptOrder
 from fa_serve.engine.scheduler.prompt_share import PromptShare
-from fa_serve.engine.scheduler.scheduled_batch import INVALID_TOKEN, WITHOUT_TOKEN, Chunk, ScheduledBatch
+from fa_serve.engine.scheduler.scheduled_batch import INVALID_TOKEN, WITHOUT_TOKEN, Chunk, ScheduledBatch, sharers_of
 from fa_serve.engine.scheduler.sequence import SequenceState
 from fa_serve.engine.scheduler.step_cost import ImageSeconds
 from fa_serve.engine.scheduler.step_drafts import StepDrafts
 from fa_serve.engine.scheduler.tower_queue import TowerQueue
 from fa_serve.engine.speculation.drafts import Speculation, num_accepted
-
-LATE = RequestError("timeout", "the request did not finish within its timeout")
 
 
 class Scheduler:
@@ -109,6 +108,7 @@ class Scheduler:
         self._num_steps = 0
         self._now = 0.0  # the time on the clock of arrivals, estimated from arrivals and the durations of steps
         self._slots = list(range(max_num_seqs - 1, -1, -1))
+        self._admission = Admission(self.waiting, self.running, self._prefix, self._slots)
         self.deadlines = Deadlines()
 
     def renewed(self) -> Scheduler:
@@ -165,7 +165,7 @@ class Scheduler:
         self._num_steps += 1
         self._prefix.begin_step()
         self.towers.begin_step()
-        self._set_aside()
+        self.towers.set_aside(self.waiting, self._prefix.num_cached)
         self._reclaim()
         self._make_room()
         batch = ScheduledBatch(number=self._num_steps, max_tokens=self.max_num_batched_tokens)
@@ -248,6 +248,7 @@ class Scheduler:
         """End every sequence of a step that could not be computed. If it only encodes images, end those that need them."""
         asked = [chunk.sequence for chunk in batch.chunks] or self.towers.in_need(batch.towers)
         alive = [sequence for sequence in asked if not sequence.finished]
+        self._requeue_new(sharers_of(batch.chunks, self.running, self.pages.page_size))
         for sequence in alive:
             self.finish(sequence, "error", error)
         return alive
@@ -257,25 +258,35 @@ class Scheduler:
 
         Its sequences wait to be admitted again. Then they go on from the host's copy of their tokens, not from the device's.
         """
+        self._requeue_new(sharers_of(batch.chunks, self.running, self.pages.page_size))
         for chunk in batch.chunks:
-            sequence = chunk.sequence
-            if sequence.finished:
-                continue
-            self._prefix.withdraw(sequence, chunk.start)
-            if chunk.num_samples and not chunk.postponed:
-                sequence.receive()
-            self._requeue(sequence, chunk.start)
+            self._undo(chunk)
+
+    def fail_images(self, batch: ScheduledBatch) -> list[SequenceState]:
+        """End the sequences whose images could not be encoded. What others share with their chunks is computed again."""
+        failed = self.towers.failures()
+        if not failed:
+            return []
+        sharers = sharers_of(batch.chunks_of(failed), self.running, self.pages.page_size)
+        failed |= self.towers.failures_among(sharers)
+        for sequence, error in failed.items():
+            self.finish(sequence, "error", error)
+        self._requeue_new(sharers)
+        for chunk in batch.chunks_of(sharers):
+            self._undo(chunk)
+        return [*failed]
 
     def forget_cache(self, *, new_weights: bool = False, keep_pages: bool = False) -> None:
         """Empty the prefix cache: its memory is given away, or the weights are new (`new_weights`). No step may be in flight.
 
         Nothing computed so far is shared, except files unless the weights are new. Running sequences are admitted again and
-        recomputed. With `keep_pages` they go on with the pages that they hold, which no other sequence shares.
+        recomputed. With `keep_pages` they go on with the pages that they hold, which no other sequence shares, except for those
+        that lack log-probabilities of their prompt.
         """
         self._prefix.withdraw_everything(new_weights=new_weights)
         self.towers.forget()
         for sequence in [*self.running]:
-            if keep_pages:
+            if keep_pages and not sequence.num_prompt_logits(1):
                 sequence.keep_to_itself()
             else:
                 self._requeue(sequence, 0)
@@ -379,44 +390,26 @@ class Scheduler:
         if sequence.request.images is None or self.towers.add(sequence, self._prefix.num_cached(sequence)):
             self.waiting.add(sequence)
 
-    def _set_aside(self) -> None:
-        """Take the first sequence out of the queue, again and again, as long as it could only wait there for an image."""
-        while self.waiting and self.towers.awaits(first := self.waiting.first()):
-            if first.num_pending or not self.towers.set_aside(first, self._prefix.num_cached(first)):
-                return
-            self.waiting.remove(first)
-
     def _enter(self, sequence: SequenceState, turn: int) -> None:
         """Insert an admitted sequence among the running ones. The turns of its client's sequences are in the order of ranks."""
-        client = sequence.request.client
         sequence.take_turn(turn)
-        last = next((other for other in reversed(self.running) if other.request.client == client), None)
-        if last is not None and (last.rank > sequence.rank or last.turn > turn):
-            own = [sequence, *(other for other in self.running if other.request.client == client)]
-            turns = sorted(other.turn for other in own)
-            for other, its_turn in zip(sorted(own, key=lambda each: each.rank), turns, strict=True):
-                other.take_turn(its_turn)
+        moved = turns_by_rank(sequence, self.running)
+        for other, its_turn in moved:
+            other.take_turn(its_turn)
+        if moved:
             self.running.sort(key=SequenceState.place)
         insort(self.running, sequence, key=SequenceState.place)
 
     def _make_room(self) -> None:
         """If `first` has to wait, preempt sequences of the client with the most of them for a client that runs nothing."""
-        if not self.waiting or self._has_room():
+        if not self.waiting or self._admission.has_room():
             return
         if self._slots:
             self.waiting.prefer_idle()
-        while not self._has_room() and (victim := self.waiting.crowding(self.running)) is not None:
+        while not self._admission.has_room() and (victim := self.waiting.crowding(self.running)) is not None:
             self.num_preemptions += 1
             self._leave(victim)
             self.waiting.give_way(victim)
-
-    def _has_room(self) -> bool:
-        """Whether the first waiting sequence needs no preemption: it has room, or waits for a token or copies from the host."""
-        first = self.waiting.first()
-        shared = self._prefix.shared(first)
-        if first.num_pending or shared.is_coming:
-            return True
-        return bool(self._slots) and self._fits(first, shared, self._prefix.growth(self.running))
 
     def _append(self, batch: ScheduledBatch, sequence: SequenceState, length: int, drafts: Sequence[int] = ()) -> None:
         """Add the sequence's next `length` tokens and its drafts to the step."""
@@ -453,7 +446,7 @@ class Scheduler:
         if sequence.num_pending:
             return False  # it was preempted with a pending token, which the device keeps for no sequence without a slot
         shared = self._prefix.shared(sequence)
-        if shared.awaited or not self._fits(sequence, shared):
+        if shared.awaited or not self._admission.fits(sequence, shared):
             return False
         shared = self._prefix.complete(sequence, shared)
         if shared.awaited:
@@ -464,22 +457,29 @@ class Scheduler:
         self.towers.want(sequence, sequence.num_computed)
         return True
 
-    def _fits(self, sequence: SequenceState, shared: SharedPrefix, growth: Room = NOTHING) -> bool:
-        """Whether the room suffices for a waiting sequence after the running ones have taken `growth`.
-
-        A reserve is left for the running sequences to grow into, or the newcomer might be preempted at once. The newcomer of a
-        client that runs nothing needs no reserve: the client with the most sequences is preempted before it.
-        """
-        crowded = self.waiting.crowding(self.running) is not None
-        reserve = NOTHING if crowded else self._prefix.reserve(len(self.running))
-        return self._prefix.available().holds(self._prefix.need(sequence, shared), reserve, growth)
-
     def _end_without_token(self, sequence: SequenceState, token: int) -> None:
         """End a sequence for which the sampler found no token, and say why."""
         if token == INVALID_TOKEN:
             # The values that are not finite may come from any of its pages, including those that others have computed.
             self._prefix.withdraw_all(sequence)
         self.finish(sequence, "error", WITHOUT_TOKEN[token])
+
+    def _undo(self, chunk: Chunk) -> None:
+        """Let a later step compute this chunk of the newest step, and sample what it was to sample."""
+        sequence = chunk.sequence
+        if sequence.finished:
+            return
+        self._prefix.withdraw(sequence, chunk.start)
+        if chunk.num_samples and not chunk.postponed:
+            chunk.postponed = True
+            sequence.receive()
+        self._requeue(sequence, chunk.start)
+
+    def _requeue_new(self, sequences: Iterable[SequenceState]) -> None:
+        """Take back the slots of the sequences for which the step had no room left."""
+        for sequence in sequences:
+            if sequence.is_new and not sequence.finished:
+                self._requeue(sequence, 0)
 
     def _requeue(self, sequence: SequenceState, num_right: int | None = None) -> None:
         self._leave(sequence, num_right)

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Protocol
@@ -162,14 +162,24 @@ class TowerQueue:
         self._aside[sequence] = start
         return False
 
-    def failures(self) -> list[tuple[SequenceState, RequestError]]:
+    def failures(self) -> dict[SequenceState, RequestError]:
         """The sequences that have to end because an image could not be encoded. Call this after each launch."""
         failed: dict[SequenceState, RequestError] = {}
         if self._encoder is not None:
             for each in chain(self._spent, *self._needs.values()):
                 if self._encoder.has_failed(each.key) and not each.sequence.finished:
-                    failed.setdefault(each.sequence, _error_of(each))
-        return [*failed.items()]
+                    failed.setdefault(each.sequence, _error_of(each.request, each.placed))
+        return failed
+
+    def failures_among(self, sequences: Iterable[SequenceState]) -> dict[SequenceState, RequestError]:
+        """Those of these sequences that have an image which could not be encoded, needed or found in the prefix cache."""
+        failed: dict[SequenceState, RequestError] = {}
+        for sequence in sequences:
+            images = sequence.request.images
+            for each in () if images is None else images.placed:
+                if self._encoder is not None and self._encoder.has_failed(each.image.key):
+                    failed.setdefault(sequence, _error_of(sequence.request, each))
+        return failed
 
     def want(self, sequence: SequenceState, start: int) -> None:
         """A sequence is to be computed from token `start` on: it needs the images that end after this token."""
@@ -200,12 +210,16 @@ class TowerQueue:
                 return sequence.request.images.last_cut(each.first)
         return NOWHERE
 
-    def set_aside(self, sequence: SequenceState, start: int) -> bool:
-        """Set a waiting sequence aside if it can compute nothing. Returns whether the caller must remove it from the queue."""
-        if self.barrier(sequence) > start:
-            return False
-        self._aside[sequence] = start
-        return True
+    def set_aside(self, waiting: FairQueue[SequenceState], num_cached: Callable[[SequenceState], int]) -> None:
+        """Take the first sequence out of the queue, again and again, as long as it could only wait there for an image.
+
+        num_cached: how many of a sequence's tokens the prefix cache has
+        """
+        while waiting and self.awaits(first := waiting.first()):
+            if first.num_pending or self.barrier(first) > (start := num_cached(first)):
+                return
+            self._aside[first] = start
+            waiting.remove(first)
 
     def begin_step(self) -> None:
         """The previous step has been launched: it has the embeddings that it reads, and its share of the encoding is done."""
@@ -436,10 +450,10 @@ class TowerQueue:
         self._spent = []
 
 
-def _error_of(wanted: WantedImage) -> RequestError:
-    """The error of a request whose image could not be encoded."""
-    assert wanted.request.images is not None
-    placed = wanted.request.images.placed
-    number = 1 + next(n for n, each in enumerate(placed) if each is wanted.placed)
+def _error_of(request: Request, failed: PlacedImage) -> RequestError:
+    """The error of a request of which this image could not be encoded."""
+    assert request.images is not None
+    placed = request.images.placed
+    number = 1 + next(n for n, each in enumerate(placed) if each is failed)
     which = f"image {number} of {len(placed)}"
     return RequestError("image_failed", f"the vision tower could not encode {which} (see the log); send a different image")

@@ -43,7 +43,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fa_serve.engine.config import EngineConfig
-from fa_serve.engine.request.params import MAX_STRUCTURED, StructuredOutput
+from fa_serve.engine.request.params import MAX_STRUCTURED, ComposedGrammar, StructuredOutput
 from fa_serve.engine.structured import grammar_process
 from fa_serve.engine.structured.grammar_process import STACK, compiled
 from fa_serve.engine.structured.matcher import FirstMask, Matcher
@@ -132,7 +132,8 @@ class Grammars:
 
         trial: compiles the grammar first, under limits; without one there is no limit
 
-        Raises ParameterError, whose field is the one given in `structured`, if the grammar cannot be compiled or followed.
+        Raises ParameterError, whose field is the one given in `structured`, if the grammar cannot be compiled or followed. The
+        error of a `ComposedGrammar` is that of the part that is to blame, if it is one of them.
         Raises Cancelled, and keeps nothing, if the trial is cancelled before the grammar is compiled.
         """
         import llguidance
@@ -159,7 +160,8 @@ class Grammars:
                 try:
                     result = json.loads(trial.run(json.dumps(grammar).encode()))
                 except TrialError as refused:
-                    raise ParameterError(field, str(refused), getattr(structured, field)) from None
+                    shown = structured.parts[0] if isinstance(structured, ComposedGrammar) and structured.parts else structured
+                    raise ParameterError(shown.kind, str(refused), getattr(shown, shown.kind)) from None
                 num_bytes = result["bytes"]
                 error = result["error"]
             matcher = None
@@ -176,6 +178,8 @@ class Grammars:
             kept = _Kept(matcher, error.strip()[:MAX_REASON], max(num_bytes, len(grammar), MIN_BYTES))
             self._keep(grammar, kept)
         if kept.matcher is None:
+            for part in structured.parts if isinstance(structured, ComposedGrammar) else ():
+                self.matcher(part, trial)  # raises the error of the part that is to blame
             raise ParameterError(field, f"be valid and satisfiable ({kept.error})", getattr(structured, field))
         return Matcher(kept.matcher.deep_copy(), first=kept.first)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import logging
 import threading
@@ -121,3 +122,34 @@ def test_a_forward_of_the_towers_leaves_no_memory(
     finally:
         gc.enable()
         hook.remove()
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_an_image_that_fails_ends_every_answer_that_shares_its_pages(
+    llava: Case, depth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They join the same step as the answer that computes the pages. One has another image, and shares the text before it."""
+    engine = llava.engine(page_size=4)
+    engine._steps.depth = depth
+    answer(engine, llava.prompt(0), llava.images[0])
+    engine._runner.images.forget()
+    engine._scheduler.forget_cache()
+    wrong = ImageInput.of({**llava.inputs[1], "pixel_values": torch.zeros(1, 3, 30, 28)})
+    begin = [5, 6, 7, 8, 9, 10, 11, 12]
+    ids = begin + llava.prompt(1) + [*range(30, 50)]
+    fine = begin + llava.prompt(0)
+    engine.add_request("fails", ids, dataclasses.replace(GREEDY, n=3), images=[wrong])
+    engine.add_request("also", [*ids, 60, 61], GREEDY, images=[wrong])
+    engine.add_request("fine", fine, GREEDY, images=[llava.images[0]])
+    errors: list[tuple[str, str, str]] = []
+    tokens: list[int] = []
+    while engine.has_unfinished():
+        for output in engine.step():
+            if output.error is not None:
+                errors.append((output.request_id, output.error.code, output.error.message[:50]))
+            tokens += output.token_ids if output.request_id == "fine" else ()
+        engine.check_integrity()
+        engine._runner.images.check_integrity()
+    message = "the vision tower could not encode image 1 of 1 (see"[:50]
+    assert sorted(errors) == sorted((name, "image_failed", message) for name in ["fails", "fails", "fails", "also"])
+    assert tokens == llava.generate(fine, 0)

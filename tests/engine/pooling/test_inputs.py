@@ -38,11 +38,22 @@ def test_the_order_is_kept_across_pieces(monkeypatch) -> None:
     assert wanted == [word_pieces()(text)["input_ids"] for text in TEXTS]
 
 
-@pytest.mark.parametrize("text", ["a " * 100, ("a " * 100, "b c"), ("b c", "a " * 100), ("a " * 60, "b " * 60)])
-def test_long_texts_are_cut_as_transformers_cuts_them(text) -> None:
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        ("a " * 100, "input[0]"),
+        (("a " * 100, "b c"), "input[0][0]"),
+        (("b c", "a " * 100), "input[0][1]"),
+        (("a " * 60, "b " * 60), "input[0][0]"),
+        (("a " * 30, "b " * 30), "input[0]"),
+        (("b c", "a" * 10_000), "input[0][1]"),
+    ],
+)
+def test_long_texts_are_cut_as_transformers_cuts_them(text, place: str) -> None:
+    """The error of a pair names the text that is too long alone, if one of them is."""
     with pytest.raises(ParameterError) as caught:
         reader().read([text])
-    assert (caught.value.field, caught.value.code) == ("input[0]", "context_length_exceeded")
+    assert (caught.value.field, caught.value.code) == (place, "context_length_exceeded")
     texts = text if isinstance(text, tuple) else (text,)
     wanted = word_pieces()(*texts, truncation="longest_first", max_length=LENGTH)
     assert reader().read([text], truncate=True)[0].ids.tolist() == wanted["input_ids"]
@@ -97,6 +108,11 @@ def test_what_is_no_input_is_refused_with_its_number(given, message: str) -> Non
         named, field = named_in_request(error, "texts", 2, places)
         assert (named.field, named.rule, named.value, field) == (place, error.rule, error.value, place)
     assert named_in_request(error, "text", 1, None)[1] == "text"
+    pairs = [("query", "documents[0]"), ("query", "documents[1]")]
+    for field, place in (("input[1]", "documents[1]"), ("input[1][0]", "query"), ("input[1][1]", "documents[1]")):
+        of_pair = ParameterError(field, error.rule, error.value)
+        assert named_in_request(of_pair, "documents", 2, pairs)[1] == place
+        assert named_in_request(of_pair, "inputs", 2, None)[1] == field.replace("input", "inputs")
     other = ParameterError("input[1].text", "be short", 3)
     assert named_in_request(other, "texts", 2, None) == (other, "texts")
 

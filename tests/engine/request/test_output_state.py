@@ -136,3 +136,46 @@ def test_the_parts_of_the_time_add_up(make_engine, monkeypatch) -> None:
         assert min(parts) > 0
         assert times.num_steps == len(outputs[name])
         assert times.decode + times.masks >= times.longest_step > 0
+
+
+@pytest.mark.parametrize("keep_pages", [False, True])
+@pytest.mark.parametrize("preempted", [False, True])
+@pytest.mark.parametrize("num_steps", [1, 2])
+def test_prompt_logprobs_are_those_of_one_version_of_the_weights(make_engine, num_steps, keep_pages, preempted) -> None:
+    """The weights change when a part of the prompt is computed, by one step or by several."""
+    prompt = [7, 9, 11] * 8
+    model = make_model()
+    changed = {name: parameter * 1.5 for name, parameter in make_model().named_parameters()}
+    params = SamplingParams(max_tokens=3, temperature=0.0, prompt_logprobs=0)
+    engine = make_engine(model=model, max_num_batched_tokens=9)
+    before = engine.generate([prompt], params)[0]
+    engine.add_request("a", prompt, params)
+    for _ in range(num_steps):
+        assert not engine.step()
+    sequence = engine._scheduler.sequences["a"]
+    assert 0 < sequence.num_computed < len(prompt)
+    if preempted:
+        engine.drain()
+        engine._scheduler._requeue(sequence)
+    engine.update_weights(changed.items(), keep_pages=keep_pages)
+    outputs = []
+    while engine.has_unfinished():
+        outputs += engine.step()
+    after = engine.generate([prompt], params)[0]
+    found = [entry.logprob for entry in outputs[0].prompt_logprobs[1:]]
+    assert found == pytest.approx([entry.logprob for entry in after.prompt_logprobs[1:]], abs=1e-4)
+    assert found != pytest.approx([entry.logprob for entry in before.prompt_logprobs[1:]], abs=1e-2)
+    assert [token for output in outputs for token in output.token_ids] == after.token_ids
+    engine.check_integrity()
+
+
+def test_pages_are_kept_once_the_prompt_has_its_log_probabilities(make_engine) -> None:
+    engine = make_engine(model=make_model())
+    engine.add_request("a", PROMPT, SamplingParams(max_tokens=4, prompt_logprobs=0))
+    while not engine.step():
+        pass
+    sequence = engine._scheduler.sequences["a"]
+    engine.update_weights(keep_pages=True)
+    assert sequence.num_computed >= len(PROMPT)
+    while engine.has_unfinished():
+        engine.step()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from fa_serve.engine.cache.pages import PageTable
+from fa_serve.engine.errors import RequestError
 from fa_serve.engine.images.prompt import PromptImages
 from fa_serve.engine.request.params import SamplingParams
 from fa_serve.engine.request.request import Request
@@ -76,3 +77,24 @@ def test_a_block_beside_decoding_is_not_starved_by_the_share_of_prompts(length: 
     chunks(scheduler, 1)
     scheduler.add(request("image", length, (0, length), rank=1))
     assert chunks(scheduler, 1) == [[("decodes", 1, 1), ("image", 0, length)]]
+
+
+@pytest.mark.parametrize("undo", ["fail", "rollback"])
+def test_a_sequence_without_a_chunk_keeps_no_pages_that_a_failed_step_was_to_fill(undo: str) -> None:
+    """Its block has no room left in the step that gave it the slot, and in which the text before the block is computed."""
+    scheduler = make(16)
+    first = scheduler.add(request("first", 9))
+    text = list(range(8))
+    images = PromptImages((), [*text, *range(50, 62)], blocks=((8, 18),))
+    image = scheduler.add(Request("image", list(images.content), SamplingParams(max_tokens=4), 4, rank=(0.0, 1), images=images))
+    batch = scheduler.schedule()
+    assert [chunk.sequence for chunk in batch.chunks] == [first]
+    assert (image.slot >= 0, image.num_computed) == (True, 8), "it is the scenario of this test"
+    if undo == "fail":
+        scheduler.fail(batch, RequestError("step_failed", "the step failed"))
+    else:
+        scheduler.rollback(batch)
+    assert (image.slot, image.num_computed) == (-1, 0)
+    scheduler.check_integrity()
+    again = [("image", 0, 8)] if undo == "fail" else [("first", 0, 9)]
+    assert chunks(scheduler, 1) == [again]

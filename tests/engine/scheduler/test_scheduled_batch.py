@@ -5,7 +5,7 @@ from __future__ import annotations
 from scheduling import make_request, make_scheduler
 
 from fa_serve.engine.request.request import Request
-from fa_serve.engine.scheduler.scheduled_batch import INVALID_TOKEN
+from fa_serve.engine.scheduler.scheduled_batch import INVALID_TOKEN, sharers_of
 from fa_serve.engine.scheduler.scheduler import Scheduler
 from fa_serve.engine.scheduler.sequence import SequenceState
 from fa_serve.engine.speculation.drafts import NgramDrafter, Speculation
@@ -114,3 +114,17 @@ def test_few_sequences_that_wait_do_not_stop_the_others() -> None:
     assert scheduler.needs_results(), "one of four"
     scheduler.commit(first, [1] * 5)
     assert [len(chunk.drafts) for chunk in scheduler.schedule().chunks] == [4, 0, 0, 0]
+
+
+def test_who_shares_what_the_chunks_of_a_step_fill() -> None:
+    """Pages of earlier steps do not count, and neither do pages with other tokens."""
+    scheduler = make_scheduler(tokens=8, seqs=4)
+    text = [1, 2, 3, 4, 5, 6, 7, 8]
+    first = scheduler.add(make_request("first", [*text, *range(10, 15)], serial=0))
+    scheduler.commit(scheduler.schedule(), [])
+    early = scheduler.add(make_request("early", [*text, 60], serial=1))
+    late = scheduler.add(make_request("late", [*text, 10, 11, 12, 13, 60], serial=2))
+    batch = scheduler.schedule()
+    assert [(chunk.sequence, chunk.start) for chunk in batch.chunks] == [(first, 8), (early, 8), (late, 12)]
+    assert sharers_of(batch.chunks, scheduler.running, 4) == [late]
+    assert sharers_of(batch.chunks_of([early]), scheduler.running, 4) == []

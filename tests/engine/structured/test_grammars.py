@@ -16,6 +16,7 @@ from sampled_cases import each_nth
 from tiny_models import VOCAB, greedy, make_model
 
 from fa_serve.engine import AsyncEngine, Engine, EngineConfig, SamplingParams, StructuredOutput
+from fa_serve.engine.request.params import ComposedGrammar
 from fa_serve.engine.scheduler.sequence import SequenceState
 from fa_serve.engine.structured import grammars as structured
 from fa_serve.engine.structured.matcher import Matcher
@@ -431,3 +432,26 @@ def test_numbers_that_llguidance_cannot_read_are_refused(make_engine) -> None:
         make_engine().add_request("a", [5], SamplingParams(structured=StructuredOutput(json_schema={"minimum": -(10**300)})))
     assert refused.value.field == "structured"
     assert len(str(refused.value)) < 1000
+
+
+@pytest.mark.parametrize(
+    "schema", [{"type": "nothing"}, {"type": "string", "minLength": 5, "maxLength": 2}], ids=["type", "none"]
+)
+@pytest.mark.parametrize("place", [0, 1])
+def test_the_error_of_a_composed_grammar_is_that_of_the_part_to_blame(make_engine, schema, place: int) -> None:
+    """Users have not seen the grammar, which is in neither the reason nor the value."""
+    fine = {"type": "integer"}
+    written = [json.dumps(each) for each in ((schema, fine) if place == 0 else (fine, schema))]
+    text = f'start: first | second\nfirst: "<think>" %json {written[0]}\nsecond: %json {written[1]}'
+    parts = tuple(StructuredOutput(json_schema=each) for each in written)
+    grammars = make_engine().grammars
+    with pytest.raises(ParameterError) as caught:
+        grammars.matcher(ComposedGrammar(grammar=text, parts=parts), grammars.trial(parts[0]))
+    assert (caught.value.field, caught.value.value) == ("json_schema", json.dumps(schema))
+    assert "think" not in str(caught.value)
+    whole = ComposedGrammar(grammar="start: missing", parts=parts[1 - place : 2 - place])
+    with pytest.raises(ParameterError, match=r"grammar must be valid and satisfiable .*missing"):
+        grammars.matcher(whole)
+    grammars.close()
+    assert pickle.loads(pickle.dumps(whole)) == whole
+    assert (whole.kind, parts[0].kind) == ("grammar", "json_schema")

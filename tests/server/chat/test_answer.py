@@ -5,6 +5,10 @@ from typing import Any
 
 import openai
 import pytest
+from fa_serve.server.chat.conversation import Tool
+from fa_serve.server.chat.tool_schemas import call_list_schema
+
+from fa_serve.engine.request.params import MAX_STRUCTURED
 
 pytestmark = pytest.mark.anyio
 
@@ -243,6 +247,29 @@ async def test_what_the_engine_is_told_to_hold_to(teller, engine):
         assert await held(client, **schema, chat_template_kwargs={"enable_thinking": False}) == NUMBERS
         assert await held(client, **grammar) == 'start: "a"', "the grammar of a request constrains the whole answer"
         assert await held(client, guided_json="{") == "guided_json"
+
+
+async def test_errors_of_a_composed_grammar_are_those_of_what_the_client_has_written(teller, engine):
+    """The engine names and quotes the part to blame. What makes the grammar too long is not quoted either."""
+    strict = {"type": "function", "function": {**ADD["function"], "strict": True}}
+    schema = {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": NUMBERS}}}
+    calls = call_list_schema([Tool(**strict)], "parameters", False)
+
+    async def parts(client, **fields):
+        await client.post("/v1/chat/completions", json={**ASK, **fields})
+        return [each.json_schema for each in engine.seen[-1].params.structured.parts]
+
+    async with teller(("a",), THINKING) as client:
+        assert await parts(client, **schema) == [NUMBERS]
+        long = {"model": "fake", "messages": [{"role": "user", "content": "Hi"}], "guided_regex": "a" * MAX_STRUCTURED}
+        response = await client.post("/v1/chat/completions", json=long)
+        error = response.json()["error"]
+        assert (response.status_code, error["param"]) == (400, "guided_regex")
+        rule = f"have at most {MAX_STRUCTURED} characters together with the grammar of thoughts and calls"
+        assert error["message"].startswith(f"guided_regex: regex must {rule}, got 'aaa")
+    async with teller(("a",)) as client:
+        assert await parts(client, tools=[strict]) == [calls]
+        assert await parts(client, tools=[ADD], **schema) == [NUMBERS, call_list_schema([Tool(**ADD)], "parameters", False)]
 
 
 def frames(text: str) -> list[Any]:

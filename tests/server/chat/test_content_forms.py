@@ -217,3 +217,25 @@ async def test_an_operators_template_that_loses_texts_ends_the_start(teller, tmp
     with pytest.raises(ValueError, match="it leaves out the text of a message that says Xylophone"):
         async with teller(("a",), chat_template=str(path)):
             pass
+
+
+@pytest.mark.parametrize(
+    ("name", "template", "expected"),
+    [
+        *((name, template, name == "both") for name, template in TEXTS.items()),
+        ("llava", LLAVA, True),
+        ("smolvlm", SMOLVLM, True),
+        ("llava without images", LLAVA.replace("<image>", ""), False),
+        (
+            "else",
+            EACH + "{% for x in message.content %}{{ x.text if x.type == 'text' else '<image>' }}{% endfor %}{% endfor %}",
+            True,
+        ),
+    ],
+)
+def test_places_of_images_are_found(name: str, template: str, expected: bool) -> None:
+    """A template that expects a string writes the list of parts, which is no place."""
+    found = template_of(template)
+    assert not found.writes_images, "nothing is known yet"
+    found.learn()
+    assert found.writes_images is expected

@@ -64,6 +64,39 @@ async def test_where_a_prompt_ends(teller, engine, fields, place):
     assert expected.endswith("<assistant>Once upon") == (fields == CONTINUED)
 
 
+MISTRAL = (
+    "{% for m in messages %}{{ '[INST] ' ~ m.content ~ ' [/INST]' if m.role == 'user' else m.content ~ '</s>' }}{% endfor %}"
+)
+LOOP = "{% for message in messages %}<{{ message.role }}>{{ message.content }}</s>{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "refuses"),
+    [
+        (ENDS, False),
+        (LOOP, False),
+        (LOOP.replace("</s>", ""), False),
+        (LOOP + "<assistant>", True),
+        (LOOP + "{% if true %}\n<assistant>{% endif %}", True),
+        (MISTRAL, False),
+    ],
+    ids=["reads it", "never begins", "without end", "always begins", "begins in a line", "mistral"],
+)
+async def test_a_start_of_the_answer_that_cannot_be_left_out_is_refused(teller, template, refuses):
+    """Nothing would show the client that the prompt has what it did not ask for. Continuing a message leaves it out."""
+    async with teller(("a",), template) as client:
+        for route in ("/tokenize", "/v1/chat/completions"):
+            reply = await client.post(route, json={"model": "fake", "messages": BEGUN, "add_generation_prompt": False})
+            assert reply.status_code == (400 if refuses else 200), reply.text
+            if refuses:
+                error = reply.json()["error"]
+                assert (error["param"], error["code"]) == ("add_generation_prompt", "unsupported_parameter")
+                assert "begins the assistant's turn whatever the value is" in error["message"]
+            for fields in ({}, {"add_generation_prompt": True}, CONTINUED):
+                body = {"model": "fake", "messages": BEGUN} | fields
+                assert (await client.post(route, json=body)).status_code == 200
+
+
 CALLED = {"id": "x", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 
 

@@ -270,12 +270,15 @@ async def test_images_in_results_of_tools(serving, expected, tmp_path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("warm_trials")
-async def test_a_template_that_leaves_out_images_is_named(serving, tmp_path) -> None:
+async def test_a_template_that_leaves_out_images_is_named(serving, tmp_path, caplog) -> None:
     """The client has not written the prompt, and cannot know that places are missing in it."""
     path = tmp_path / "template.jinja"
     path.write_text(TEMPLATE.replace("%}<image>{%", "%}{%"))
     async with serving(chat_template=str(path)) as client:
         reply = await client.post("/v1/chat/completions", json=chat(image_part(0), TEXT))
+        [card] = (await client.get("/v1/models")).json()["data"]
+    assert card["input_modalities"] == ["text"]
+    assert "the chat template has no place for images, which the model takes: --chat-template may" in caplog.text
     assert reply.status_code == 400
     error = reply.json()["error"]
     assert error["message"].startswith("The chat template must write a placeholder for each image, got 0 for 1 images: ")

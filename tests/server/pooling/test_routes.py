@@ -142,6 +142,33 @@ async def test_an_embedder_ranks_with_its_prompts(encoding, encoder_of) -> None:
     assert found[len(TEXTS)] == pytest.approx(encoder.encode(QUERY, prompt_name="document") @ query, abs=1e-5)
 
 
+async def test_a_cross_encoder_says_which_text_of_a_pair_is_too_long(encoding) -> None:
+    """A pair whose texts are too long together has the name of its second one."""
+    long = "a " * (LENGTH + 1)
+    half = "a " * (LENGTH - 10)
+    bodies = [
+        ("query", "/v1/rerank", {"query": long, "documents": ["a", "b"]}),
+        ("query", "/rerank", {"query": long, "texts": ["a"]}),
+        ("documents[2]", "/v2/rerank", {"query": "a", "documents": ["a", "a", long]}),
+        ("documents[1]", "/v2/rerank", {"query": half, "documents": ["a", half]}),
+        ("texts[1]", "/rerank", {"query": "a", "texts": ["b", long]}),
+        ("text_1", "/score", {"text_1": long, "text_2": ["a", "b"]}),
+        ("text_1[1]", "/v1/score", {"text_1": ["a", long], "text_2": ["a", "b"]}),
+        ("text_2[1]", "/score", {"text_1": "a", "text_2": ["a", long]}),
+        ("text_2", "/score", {"text_1": half, "text_2": half}),
+    ]
+    async with encoding("score") as client:
+        for place, route, body in bodies:
+            error = (await post(client, route, body, 400))["error"]
+            assert (error["param"], error["code"]) == (place, "context_length_exceeded")
+            beside = " with the other text of its pair" if half in str(body) and long not in str(body) else ""
+            assert error["message"].startswith(f"{place} must have at most {LENGTH} tokens{beside}, this model's limit")
+            await post(client, route, body | {"truncate": True})
+    async with encoding("classify") as client:
+        for place, inputs in (("inputs[1]", ["a", long]), ("inputs[1][0]", [["a"], [long, "a"]])):
+            assert (await post(client, "/predict", {"inputs": inputs}, 400))["error"]["param"] == place
+
+
 @pytest.mark.parametrize("prompts", [{}, {"prompts": {"query": "find this: "}}], ids=["no prompts", "prompts"])
 async def test_an_embedder_says_which_text_of_a_pair_is_too_long(tmp_path, prompts) -> None:
     """Both texts of a pair go to the encoder together, and each text only once."""
