@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.core_model_loading import ConversionOps, WeightTransform
+from transformers.core_model_loading import ConversionOps, WeightTransform, build_glob_alternation
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -168,20 +168,30 @@ class Quantizer(HfQuantizer):
     ) -> None:
         source = self.quantization_config.source
         plan = _rounding(model) if source is None else read_config(source)
-        replace_layers(model, plan, dtype or torch.get_default_dtype())
+        self.dtype = dtype or torch.get_default_dtype()
+        replace_layers(model, plan, self.dtype)
         own = {f"{layer}.{name}" for layer, module in model.named_modules() for name in getattr(module, "expected", ())}
         self.shapes = {name: parameter.shape for name, parameter in model.named_parameters() if name not in own}
+        self.dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items() if name not in own}
         if source is not None:
             check_expert_files(checkpoint_files or (), model)
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
-        """Check the shapes of biases, norms and embeddings: transformers does not check them in a quantised model.
+        """Check the shapes of biases, norms and embeddings, and convert their dtypes.
+
+        transformers does not check shapes in a quantised model. It does not convert the tensors of a quantised checkpoint that
+        have other names in the model, such as routers of Mixtral and all tensors of many image-text models.
 
         Raises ParameterError that names the first parameter of another shape.
         """
         for name, parameter in model.named_parameters():
             if (expected := self.shapes.get(name, parameter.shape)) != parameter.shape:
                 raise ParameterError(name, f"have the shape {list(expected)}", list(parameter.shape))
+        precise = model._get_dtype_plan(self.dtype)
+        in_float32 = build_glob_alternation(list(precise))[0].search if precise else lambda name: None
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if name in self.dtypes and tensor.is_floating_point():
+                tensor.data = tensor.data.to(torch.float32 if in_float32(name) else self.dtypes[name])
         return model
 
     def update_weight_conversions(

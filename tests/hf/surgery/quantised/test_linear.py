@@ -153,6 +153,41 @@ def test_a_tensor_of_another_kind_is_named(folder) -> None:
         load(path)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["awq", "fp8-block"])
+def test_tensors_of_other_names_have_the_models_dtype(folder, name: str) -> None:
+    """transformers leaves the dtypes of tensors that it renames: the names of old checkpoints lack "model."."""
+    path = folder(name)
+    expected = load(path, dtype="float32")
+
+    def rename(tensors: dict[str, torch.Tensor]) -> None:
+        for key in list(tensors):
+            tensors[key.removeprefix("model.")] = tensors.pop(key)
+
+    spoil(path, rename)
+    model = load(path, dtype="float32")
+    assert {x.dtype for x in [*model.parameters(), *model.buffers()]} == {torch.float32}
+    ids = torch.arange(3, 40)[None]
+    assert torch.equal(model(ids).logits, expected(ids).logits)
+    weight = model.model.layers[0].mlp.up_proj.weight
+    assert weight.scales.dtype == torch.float32
+    assert weight.data.dtype == expected.model.layers[0].mlp.up_proj.weight.data.dtype
+
+
+def test_what_a_model_keeps_in_float32_stays(tmp_path: Path) -> None:
+    """The bias of a router, in a checkpoint whose other tensors are bfloat16."""
+    model = BY_NAME["deepseek-v3"].build().bfloat16()
+    model._keep_in_fp32_modules_strict = ["e_score_correction_bias"]
+    made = quantized_linear.Quantizer(quantized_linear.SourceConfig({}))
+    made.dtype = torch.bfloat16
+    made.shapes = {}
+    made.dtypes = dict.fromkeys(model.state_dict(), torch.bfloat16)
+    made._process_model_after_weight_loading(model)
+    dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
+    precise = {name for name, dtype in dtypes.items() if dtype == torch.float32}
+    assert precise == {name for name in dtypes if "e_score_correction_bias" in name} != set()
+
+
 def test_content_that_cannot_be_is_refused_with_the_layer(folder) -> None:
     path = folder("gptq")
     spoil(path, lambda tensors: tensors[f"{NAME}.g_idx"].zero_())
