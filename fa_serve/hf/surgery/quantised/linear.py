@@ -44,6 +44,7 @@ from fa_serve.hf.surgery.quantised.experts import (
     rules_for_experts,
 )
 from fa_serve.hf.weights.expert_files import check_expert_files
+from fa_serve.hf.weights.file_names import names_in_files
 from fa_serve.hf.weights.formats import Rounded, Scheme, check_loaded
 from fa_serve.hf.weights.quantization_plan import FIELD, QuantizationPlan, is_ours, method_of, read_config
 from fa_serve.ops.products.problem import Product, compiles_gluon
@@ -243,7 +244,7 @@ class _Round(ConversionOps):
 def _rounding(model: PreTrainedModel) -> QuantizationPlan:
     """The plan to round all linear layers and experts inside layers, but not others such as the more sensitive head."""
     layers = {id(linear) for m in model.modules() if isinstance(m, nn.ModuleList) for linear in m.modules()}
-    return QuantizationPlan("fp8", [(lambda name, module: ".experts." in name or id(module) in layers, _ROUNDED)])
+    return QuantizationPlan("fp8", [(lambda names, module: ".experts." in names[0] or id(module) in layers, _ROUNDED)])
 
 
 def replace_layers(model: nn.Module, plan: QuantizationPlan, dtype: torch.dtype) -> None:
@@ -253,6 +254,7 @@ def replace_layers(model: nn.Module, plan: QuantizationPlan, dtype: torch.dtype)
 
     Raises ParameterError if the plan names none of them, and UnsupportedModelError for experts that fa_serve does not compute.
     """
+    plan = plan.with_names(names_in_files(model))
     made: dict[str, nn.Module] = {}
     proven: set[str] = set()
     for name, module in model.named_modules():

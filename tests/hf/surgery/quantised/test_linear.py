@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import quantise
 import torch
+from every_type import tiny_model
 from hf_families import BY_NAME
 from quantised_copies import FORMATS, change_config, copy_of, dequantised, layers, load
 from safetensors import safe_open
@@ -186,6 +189,25 @@ def test_what_a_model_keeps_in_float32_stays(tmp_path: Path) -> None:
     dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
     precise = {name for name, dtype in dtypes.items() if dtype == torch.float32}
     assert precise == {name for name in dtypes if "e_score_correction_bias" in name} != set()
+
+
+def test_a_list_of_layers_may_have_the_names_of_the_files(tmp_path: Path) -> None:
+    """Qwen2.5-VL in AWQ, whose list has "visual", while the layers of the tower are in model.visual now."""
+    tiny_model("qwen2_5_vl").save_pretrained(tmp_path)
+    is_quantised = re.compile(r"model\.layers\..*_proj\.weight").fullmatch
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        for key in [key for key in tensors if is_quantised(key)]:
+            parts = quantise.awq(tensors.pop(key), 32)
+            tensors.update({key.replace("weight", part): tensor for part, tensor in parts.items()})
+
+    spoil(tmp_path, change)
+    file = tmp_path / "config.json"
+    config = {"quant_method": "awq", "bits": 4, "group_size": 32, "modules_to_not_convert": ["visual"]}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": config}))
+    found = layers(load(tmp_path))
+    assert len(found) == LINEARS
+    assert all(name.startswith("model.language_model.layers.") for name in found)
 
 
 def test_content_that_cannot_be_is_refused_with_the_layer(folder) -> None:
