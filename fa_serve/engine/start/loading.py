@@ -66,6 +66,7 @@ from fa_serve.hf import (
 from fa_serve.hf.encoders.folder import transformer_subfolder
 from fa_serve.hf.model_location import TOKENIZER_FILES, WEIGHT_FILES, find_model
 from fa_serve.hf.surgery.quantised.linear import check_report, finish_weights, quantized_elsewhere, with_quantized_linears
+from fa_serve.hf.weights.float_files import check_float_files
 from fa_serve.hf.weights.progress import weights_counted
 from fa_serve.spec import ParameterError, UnsupportedModelError
 
@@ -357,6 +358,9 @@ def load_model(config: EngineConfig, ranks: Ranks | None = None) -> PreTrainedMo
             raise
         model, report = loaded
         check_report(report)
+        folder = find_model_folder(path)
+        if folder is not None and not quantized_elsewhere(known):
+            check_float_files(folder, model)
         if ranks.all_reduce is not None:
             divide_model(model, plan_division(model, ranks.size), ranks.rank, ranks.all_reduce, ranks.device)
         finish_weights(model.to(ranks.device))
