@@ -41,9 +41,11 @@ from fa_serve.engine.speculation.draft_model import DraftModel
 from fa_serve.engine.speculation.drafts import Drafter, NgramDrafter, Speculation
 from fa_serve.engine.start.bad_files import (
     find_model_folder,
+    name_bad_experts,
     name_bad_file,
     name_bad_folder,
     require_any_file,
+    require_readable_config,
     require_tensors_for_layers,
 )
 from fa_serve.engine.start.generation_config import Defaults, find_defaults, find_ends
@@ -334,6 +336,7 @@ def load_model(config: EngineConfig, ranks: Ranks | None = None) -> PreTrainedMo
         try:
             known = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
             require_tensors_for_layers(path, known)
+            require_readable_config(path, "generation_config.json")
             auto = _auto_class_of(known)
             loaded: Any = make_served(
                 with_quantized_linears(known, config.quantization),
@@ -354,6 +357,7 @@ def load_model(config: EngineConfig, ranks: Ranks | None = None) -> PreTrainedMo
             name_bad_file(path, error)
             if isinstance(error, OSError):
                 require_any_file(path, WEIGHT_FILES, "weights", error)
+            name_bad_experts(path, error)
             name_bad_folder(path, error)
             raise
         model, report = loaded

@@ -37,14 +37,14 @@ def check_float_files(folder: Path, model: nn.Module) -> None:
             own |= {f"{layer}.{name}" for name in getattr(module, "expected", ())}
     plain = {name for name, tensor in model.named_parameters() if tensor.is_floating_point() and name not in own}
     names = names_in_files(model)
-    for name in list(plain):
-        stem = name.removesuffix(".weight")
-        if stem in names:
-            plain |= {names[stem], f"{names[stem]}.weight"}
+    renamed = [names[stem] for name in plain if (stem := name.removesuffix(".weight")) in names]
+    experts = {name.rpartition(".0.")[0] for name in renamed if ".experts.0." in name}
+    plain |= {form for name in renamed for form in (name, f"{name}.weight")}
     prefix = getattr(model, "base_model_prefix", "")
     for key, dtype in _dtypes(folder):
-        of_first_expert = re.sub(r"\.experts\.\d+\.", ".experts.0.", key)
-        if dtype not in PLAIN and not plain.isdisjoint((key, of_first_expert, f"{prefix}.{key}")):
+        of_expert = re.fullmatch(r"(.*\.experts)\.\d+\.\w+\.weight", key)
+        is_plain = key in plain or f"{prefix}.{key}" in plain or (of_expert is not None and of_expert[1] in experts)
+        if is_plain and dtype not in PLAIN:
             raise ParameterError(key, RULE, dtype)
 
 

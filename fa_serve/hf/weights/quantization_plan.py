@@ -103,15 +103,36 @@ def _require(config: Mapping[str, Any], field: str, allowed: Sequence[Any], defa
     return value
 
 
+def _object(config: Mapping[str, Any], name: str, where: str = FIELD) -> Mapping[str, Any]:
+    """An object in a config; an empty one if it is not given."""
+    found = config.get(name) or {}
+    if not isinstance(found, Mapping):
+        raise ParameterError(f"{where}.{name}", "be an object with fields", found)
+    return found
+
+
 def _group_size(value: Any, where: str) -> int:
     if value == -1 or (isinstance(value, int) and value > 0 and value % RUN == 0):
         return int(value)
     raise ParameterError(f"{where}.group_size", f"be -1 or a multiple of {RUN}", value)
 
 
-def _without(skipped: Sequence[str] | None) -> Chooses:
+def _list_of_names(config: Mapping[str, Any], name: str, where: str = FIELD) -> list[str]:
+    """A list of names and patterns in a config; an empty one if it is not given."""
+    found = config.get(name) or []
+    if not isinstance(found, list | tuple) or not all(isinstance(each, str) for each in found):
+        raise ParameterError(f"{where}.{name}", "be a list of names of layers", found)
+    for each in found:
+        try:
+            re.compile(each.removeprefix("re:"))
+        except re.error as error:
+            raise ParameterError(f"{where}.{name}", f"hold regular expressions that Python can read ({error})", each) from None
+    return list(found)
+
+
+def _without(skipped: Sequence[str]) -> Chooses:
     """Accepts all layers except the head and layers whose names begin or end with one of these patterns, as in transformers."""
-    patterns = [*(skipped or ()), "lm_head"]
+    patterns = [*skipped, "lm_head"]
 
     def chooses(names: Sequence[str], module: nn.Module) -> bool:
         return not any(re.match(pattern, name) or name.endswith(pattern) for pattern in patterns for name in names)
@@ -126,7 +147,7 @@ def _awq(config: Mapping[str, Any]) -> QuantizationPlan:
     _require({"version": version.lower() if isinstance(version, str) else version}, "version", ("gemm",))
     _require(config, "zero_point", (True,), True)
     scheme = Awq(_group_size(config.get("group_size", 128), FIELD))
-    return QuantizationPlan("awq", [(_without(config.get("modules_to_not_convert")), scheme)])
+    return QuantizationPlan("awq", [(_without(_list_of_names(config, "modules_to_not_convert")), scheme)])
 
 
 def _gptq(config: Mapping[str, Any]) -> QuantizationPlan:
@@ -137,17 +158,16 @@ def _gptq(config: Mapping[str, Any]) -> QuantizationPlan:
     layout = _require(config, "checkpoint_format", ("gptq", "gptq_v2"), config.get("format", "gptq"))
     size = _group_size(config.get("group_size", 128), FIELD)
     scheme = Gptq(size, layout == "gptq", bool(config.get("desc_act")) and size != -1)
-    inside = [name for block in config.get("modules_in_block_to_quantize") or () for name in _listed(block)]
-    every = (lambda names, module: True) if config.get("lm_head") else _without(None)
+    blocks = config.get("modules_in_block_to_quantize") or []
+    if isinstance(blocks, list) and all(isinstance(block, list) for block in blocks):
+        blocks = [name for block in blocks for name in block]
+    inside = _list_of_names({"modules_in_block_to_quantize": blocks}, "modules_in_block_to_quantize")
+    every = (lambda names, module: True) if config.get("lm_head") else _without([])
 
     def chooses(names: Sequence[str], module: nn.Module) -> bool:
         return every(names, module) and (not inside or any(name.endswith(f".{each}") for each in inside for name in names))
 
     return QuantizationPlan("gptq", [(chooses, scheme)])
-
-
-def _listed(names: str | Sequence[str]) -> Sequence[str]:
-    return [names] if isinstance(names, str) else names
 
 
 def _fp8(config: Mapping[str, Any]) -> QuantizationPlan:
@@ -158,19 +178,21 @@ def _fp8(config: Mapping[str, Any]) -> QuantizationPlan:
     block = config.get("weight_block_size")
     shared = _block(block, f"{FIELD}.weight_block_size") if block else (0, 0)
     scheme = Float8("weight_scale_inv", shared, "activation_scale" if static else None)
-    return QuantizationPlan("fp8", [(_without(config.get("modules_to_not_convert")), scheme)])
+    return QuantizationPlan("fp8", [(_without(_list_of_names(config, "modules_to_not_convert")), scheme)])
 
 
 def _mxfp4(config: Mapping[str, Any]) -> QuantizationPlan:
     """gpt-oss: experts only."""
     _require(config, "dequantize", (None, False))
-    chooses = _without(config.get("modules_to_not_convert"))
+    chooses = _without(_list_of_names(config, "modules_to_not_convert"))
     return QuantizationPlan("mxfp4", [(lambda names, module: ".experts." in names[0] and chooses(names, module), Mxfp4())])
 
 
 def _block(value: Any, field: str) -> tuple[int, int]:
-    if isinstance(value, list | tuple) and len(value) == 2 and value[0] > 0 and value[1] > 0 and value[1] % RUN == 0:
-        return int(value[0]), int(value[1])
+    if isinstance(value, list | tuple) and len(value) == 2 and all(isinstance(size, int) and size > 0 for size in value):
+        rows, columns = value
+        if columns % RUN == 0:
+            return rows, columns
     raise ParameterError(field, f"be two sizes, the second a multiple of {RUN}", value)
 
 
@@ -179,12 +201,13 @@ def _compressed_tensors(config: Mapping[str, Any]) -> QuantizationPlan:
     _require(config, "transform_config", (None, {}))
     if sparsity := (config.get("sparsity_config") or {}).get("format"):
         _require({"format": sparsity}, "format", ("dense",), where=f"{FIELD}.sparsity_config")
-    ignored = _names(config.get("ignore") or ())
+    ignored = _names(_list_of_names(config, "ignore"))
     targets: dict[str, Scheme] = {}
-    for name, group in config.get("config_groups", {}).items():
+    for name, group in _object(config, "config_groups").items():
+        group = _object({name: group}, name, f"{FIELD}.config_groups")
         layout = group.get("format") or config.get("format")
         scheme = _compressed_scheme(group, layout, f"{FIELD}.config_groups.{name}")
-        targets |= dict.fromkeys(group.get("targets") or (), scheme)
+        targets |= dict.fromkeys(_list_of_names(group, "targets", f"{FIELD}.config_groups.{name}"), scheme)
     # the library's order: a layer's own name counts before patterns, and these before the name of its class
     ordered = sorted(targets, key=lambda target: (target.startswith("re:"), target))
     schemes: list[tuple[Chooses, Scheme]] = []
@@ -218,9 +241,9 @@ def _match_class(names: Sequence[str], module: nn.Module, target: str) -> bool:
 
 
 def _compressed_scheme(group: Mapping[str, Any], layout: str | None, where: str) -> Scheme:
-    weights = group.get("weights") or {}
+    weights = _object(group, "weights", where)
     kind = _require({"format": layout}, "format", ("pack-quantized", "float-quantized", "naive-quantized"), where=where)
-    inputs: Mapping[str, Any] = group.get("input_activations") or {}
+    inputs = _object(group, "input_activations", where)
     _require(group, "output_activations", (None,), where=where)
     where = f"{where}.weights"
     if kind == "pack-quantized":

@@ -57,3 +57,7 @@ def test_experts_without_their_config_are_named(tmp_path: Path) -> None:
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ParameterError, match=r"experts.\d.*_proj.weight must have floats of 16 or more bits"):
         load(path)
+    up = "model.layers.1.mlp.experts.3.up_proj.weight"
+    save_file({k: v.float() if k != up else v for k, v in tensors.items()}, path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ParameterError, match=rf"{up} must have floats of 16 or more bits"):
+        load(path)

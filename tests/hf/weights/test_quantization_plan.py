@@ -207,3 +207,24 @@ def test_experts_with_act_order_are_refused(config: dict[str, Any]) -> None:
         ParameterError, match=r"quantization_config must have no act-order for the experts of model.layers.0.mlp"
     ):
         plan_of_experts(config)
+
+
+@pytest.mark.parametrize(
+    ("config", "field", "rule"),
+    [
+        (AWQ | {"modules_to_not_convert": ["*.mlp"]}, "modules_to_not_convert", "hold regular expressions"),
+        (AWQ | {"modules_to_not_convert": "mlp"}, "modules_to_not_convert", "be a list of names of layers"),
+        (FP8 | {"modules_to_not_convert": [3]}, "modules_to_not_convert", "be a list of names of layers"),
+        (GPTQ | {"modules_in_block_to_quantize": 3}, "modules_in_block_to_quantize", "be a list of names of layers"),
+        (FP8 | {"weight_block_size": ["a", "b"]}, "weight_block_size", "be two sizes"),
+        (compressed("pack-quantized", INT4, ignore=["re:*("]), "ignore", "hold regular expressions"),
+        (compressed("pack-quantized", INT4, ignore="lm_head"), "ignore", "be a list of names of layers"),
+        (compressed("pack-quantized", INT4, config_groups=["a"]), "config_groups", "be an object with fields"),
+        (compressed("pack-quantized", INT4, config_groups={"a": 3}), "config_groups.a", "be an object with fields"),
+        (compressed("pack-quantized", "int4"), "config_groups.group_0.weights", "be an object with fields"),  # type: ignore
+    ],
+)
+def test_values_of_a_wrong_form_are_refused_by_their_field(config: dict[str, Any], field: str, rule: str) -> None:
+    with pytest.raises(ParameterError, match=rule) as refused:
+        read_config(config)
+    assert refused.value.field == f"quantization_config.{field}"
