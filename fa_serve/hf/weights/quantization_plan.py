@@ -36,11 +36,13 @@ class QuantizationPlan:
 
     schemes: pairs of a function and a scheme; a layer has the first scheme whose function returns True for it
     names:   the names of layers and of stacked weights in the files, where these differ from the model's
+    of_text: whether only the layers and the head of the text model are quantised, whatever the functions return for others
     """
 
     format: str
     schemes: Sequence[tuple[Chooses, Scheme]]
     names: Mapping[str, str] = field(default_factory=dict)
+    of_text: bool = False
 
     def with_names(self, names: Mapping[str, str]) -> QuantizationPlan:
         """The same plan for a model whose layers have these names in the files."""
@@ -167,7 +169,8 @@ def _gptq(config: Mapping[str, Any]) -> QuantizationPlan:
     def chooses(names: Sequence[str], module: nn.Module) -> bool:
         return every(names, module) and (not inside or any(name.endswith(f".{each}") for each in inside for name in names))
 
-    return QuantizationPlan("gptq", [(chooses, scheme)])
+    # its tools quantise the layers of the text model, and have no list of what they leave out
+    return QuantizationPlan("gptq", [(chooses, scheme)], of_text=True)
 
 
 def _fp8(config: Mapping[str, Any]) -> QuantizationPlan:

@@ -257,8 +257,9 @@ def replace_layers(model: nn.Module, plan: QuantizationPlan, dtype: torch.dtype)
     plan = plan.with_names(names_in_files(model))
     made: dict[str, nn.Module] = {}
     proven: set[str] = set()
+    left_out = _outside_of_text(model) if plan.of_text and isinstance(model, PreTrainedModel) else set()
     for name, module in model.named_modules():
-        if type(module) is nn.Linear:
+        if type(module) is nn.Linear and module not in left_out:
             scheme = plan.scheme_of(name, module)
             if scheme is not None:
                 made[name] = QuantizedLinear(module, scheme, dtype)
@@ -282,6 +283,12 @@ def replace_layers(model: nn.Module, plan: QuantizationPlan, dtype: torch.dtype)
         model.set_submodule(name, module)
     if not made:
         raise ParameterError("model", f"have layers that its {FIELD} ({plan.format}) names", type(model).__name__)
+
+
+def _outside_of_text(model: PreTrainedModel) -> set[nn.Module]:
+    """The modules of towers and projectors: all but those of the text model and its head."""
+    untyped: Any = model
+    return set(model.modules()) - set(untyped.get_decoder().modules()) - {untyped.get_output_embeddings()}
 
 
 def check_report(report: Mapping[str, Any]) -> None:

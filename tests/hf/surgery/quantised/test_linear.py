@@ -191,19 +191,27 @@ def test_what_a_model_keeps_in_float32_stays(tmp_path: Path) -> None:
     assert precise == {name for name in dtypes if "e_score_correction_bias" in name} != set()
 
 
-def test_a_list_of_layers_may_have_the_names_of_the_files(tmp_path: Path) -> None:
-    """Qwen2.5-VL in AWQ, whose list has "visual", while the layers of the tower are in model.visual now."""
+@pytest.mark.parametrize(
+    ("convert", "config"),
+    [
+        (quantise.awq, {"quant_method": "awq", "modules_to_not_convert": ["visual"]}),
+        (quantise.gptq, {"quant_method": "gptq", "desc_act": False}),
+    ],
+    ids=["awq", "gptq"],
+)
+def test_towers_are_left_out(tmp_path: Path, convert, config: dict[str, object]) -> None:
+    """Qwen2.5-VL: AWQ has a list with the names of the files, where the tower is not in `model`. GPTQ has no list."""
     tiny_model("qwen2_5_vl").save_pretrained(tmp_path)
     is_quantised = re.compile(r"model\.layers\..*_proj\.weight").fullmatch
 
     def change(tensors: dict[str, torch.Tensor]) -> None:
         for key in [key for key in tensors if is_quantised(key)]:
-            parts = quantise.awq(tensors.pop(key), 32)
+            parts = convert(tensors.pop(key), 32)
             tensors.update({key.replace("weight", part): tensor for part, tensor in parts.items()})
 
     spoil(tmp_path, change)
     file = tmp_path / "config.json"
-    config = {"quant_method": "awq", "bits": 4, "group_size": 32, "modules_to_not_convert": ["visual"]}
+    config = {"bits": 4, "group_size": 32} | config
     file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": config}))
     found = layers(load(tmp_path))
     assert len(found) == LINEARS
