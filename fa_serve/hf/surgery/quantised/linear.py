@@ -242,9 +242,22 @@ class _Round(ConversionOps):
 
 
 def _rounding(model: PreTrainedModel) -> QuantizationPlan:
-    """The plan to round all linear layers and experts inside layers, but not others such as the more sensitive head."""
+    """The plan to round all linear layers and experts inside layers, but not more sensitive ones: the head and routers."""
     layers = {id(linear) for m in model.modules() if isinstance(m, nn.ModuleList) for linear in m.modules()}
+    layers -= {id(router) for router in _routers(model)}
     return QuantizationPlan("fp8", [(lambda names, module: ".experts." in names[0] or id(module) in layers, _ROUNDED)])
+
+
+def _routers(model: nn.Module) -> list[nn.Module]:
+    """The linear layers beside the experts of a mixture that compute a number for each expert."""
+    experts = set(expert_modules(model))
+    found: list[nn.Module] = []
+    for parent in model.modules():
+        counts = {getattr(child, "num_experts", None) for child in parent.children() if child in experts}
+        if counts:
+            beside = [each for child in parent.children() if child not in experts for each in child.modules()]
+            found += [each for each in beside if isinstance(each, nn.Linear) and each.out_features in counts]
+    return found
 
 
 def replace_layers(model: nn.Module, plan: QuantizationPlan, dtype: torch.dtype) -> None:

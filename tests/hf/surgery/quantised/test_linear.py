@@ -286,6 +286,16 @@ def test_layers_of_other_names_are_rounded_too(tmp_path: Path) -> None:
         assert 0 < float((rounded - model(ids).logits).abs().max()) < 0.1 * float(rounded.abs().max())
 
 
+@torch.no_grad()
+def test_routers_are_not_rounded(tmp_path: Path) -> None:
+    """HunYuan's code asks for the dtype of its router, which a rounded weight does not have."""
+    tiny_model("hunyuan_v1_moe").save_pretrained(tmp_path)
+    model = load(tmp_path, quantization="fp8")
+    assert type(model.model.layers[0].mlp.gate.wg) is torch.nn.Linear
+    assert isinstance(model.model.layers[0].mlp.shared_mlp.up_proj, QuantizedLinear)
+    assert bool(model(torch.arange(3, 20)[None]).logits.isfinite().all())
+
+
 def test_info_says_what_weights_are_and_who_computes_them(copies: Callable[[str], Path]) -> None:
     described = describe(str(copies("awq")), "cuda", 90)
     assert described.engine is None
