@@ -82,6 +82,11 @@ class QuantizedLinear(nn.Module):
         for name, tensor in self.expected.items():
             self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
         self.register_parameter("bias", linear.bias)
+        if "weight" not in self.expected:
+            # some models draw numbers for the weights of their layers before files are read, unless a tensor is marked so
+            placeholder: Any = torch.empty(0, device="meta")
+            placeholder._is_hf_initialized = True
+            self.weight = placeholder
 
     @property
     def is_finished(self) -> bool:

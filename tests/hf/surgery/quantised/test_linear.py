@@ -286,6 +286,28 @@ def test_layers_of_other_names_are_rounded_too(tmp_path: Path) -> None:
         assert 0 < float((rounded - model(ids).logits).abs().max()) < 0.1 * float(rounded.abs().max())
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.jit, which the model's module calls
+@torch.no_grad()
+def test_a_model_that_draws_numbers_for_weights_of_its_layers_is_loaded(tmp_path: Path) -> None:
+    """GPTBigCode (StarCoder), whose `_init_weights` asks each block for the weight of `c_proj`."""
+    tiny_model("gpt_bigcode").save_pretrained(tmp_path)
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        for key in [key for key in tensors if key.endswith(("c_fc.weight", "c_proj.weight"))]:
+            parts = quantise.awq(tensors.pop(key), 32)
+            tensors.update({key.removesuffix("weight") + part: tensor for part, tensor in parts.items()})
+
+    spoil(tmp_path, change)
+    file = tmp_path / "config.json"
+    config = {"quant_method": "awq", "bits": 4, "group_size": 32, "modules_to_not_convert": ["c_attn"]}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": config}))
+    model = load(tmp_path, dtype="float32")
+    assert len(layers(model)) == 3 * model.config.num_hidden_layers
+    ids = torch.arange(3, 20)[None]
+    expected = model(ids).logits
+    assert torch.allclose(expected, dequantised(model)(ids).logits, atol=1e-5)
+
+
 @torch.no_grad()
 def test_routers_are_not_rounded(tmp_path: Path) -> None:
     """HunYuan's code asks for the dtype of its router, which a rounded weight does not have."""
