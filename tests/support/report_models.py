@@ -398,7 +398,7 @@ def _quantised(results: dict[str, Any]) -> list[str]:
         "the tools of their formats compute. In deterministic mode the weights of linear layers are dequantised, so that its",
         "guarantee holds. Loading a checkpoint needs memory for its bytes and for one layer in two forms. `--quantization fp8`",
         "rounds a checkpoint of floats: the linear layers and the experts inside of its decoder layers become float8 with a",
-        "scale for each row. [Kernels](kernels/products.md#quantised-weights)",
+        "scale for each row. Routers keep their floats. [Kernels](kernels/products.md#quantised-weights)",
         "has times.",
         "",
         "All experts of a layer are one quantised weight. Their tensors are stacked where transformers stacks the weights of",

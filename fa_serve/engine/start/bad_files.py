@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 from zipfile import is_zipfile
 
@@ -22,6 +21,7 @@ import torch
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
 
+from fa_serve.hf.weights.expert_files import check_experts_agree
 from fa_serve.spec import ParameterError
 
 FEW_LAYERS = 256
@@ -52,8 +52,8 @@ def name_bad_file(path: str, error: Exception) -> None:
 def name_bad_folder(path: str, error: Exception) -> None:
     """Raise OSError that names a local folder whose files can all be read, if the library's error is too general by itself."""
     # PyTorch has no separate error type for sizes that are negative or too large for any memory
-    general = type(error) in (Exception, RuntimeError)
-    if Path(path).is_dir() and (general or isinstance(error, (ArithmeticError, LookupError, TypeError, UnpicklingError))):
+    is_general = type(error) is RuntimeError or not isinstance(error, RuntimeError)
+    if Path(path).is_dir() and is_general and not isinstance(error, (OSError, ValueError, ImportError, MemoryError)):
         reason = f"{type(error).__name__}: {str(error)[:MAX_REASON]}"
         message = f"the model's folder {path} cannot be loaded: its files can be read, but a value in them is unusable"
         raise OSError(f"{message} ({reason})") from error
@@ -73,6 +73,34 @@ def require_tensors_for_layers(path: str, known: Any) -> None:
     if layers > tensors:
         rule = f"be at most the number of tensors in the files of {folder}, {tensors}"
         raise ParameterError("num_hidden_layers", rule, layers)
+
+
+def require_readable_config(path: str, name: str) -> None:
+    """Raise OSError for a file of a model that must hold a JSON object, if it exists and does not.
+
+    transformers takes its own defaults in place of a generation_config.json that it cannot read.
+    """
+    folder = find_model_folder(path)
+    file = None if folder is None else folder / name
+    if file is None or not file.exists():
+        return
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise OSError(f"the model's file {file} cannot be read: {type(error).__name__}: {error}") from error
+    if not isinstance(found, dict):
+        raise OSError(f"the model's file {file} must hold a JSON object, got {type(found).__name__}")
+
+
+def name_bad_experts(path: str, error: Exception) -> None:
+    """Raise ParameterError for a tensor of an expert that a local folder lacks, or that differs from those of other experts.
+
+    transformers, which stacks these tensors, says only that it could not.
+    """
+    try:
+        check_experts_agree([str(file) for file in sorted(Path(path).glob("*.safetensors"))])
+    except ParameterError as reason:
+        raise reason from error
 
 
 def require_any_file(path: str, patterns: tuple[str, ...], what: str, error: Exception) -> None:

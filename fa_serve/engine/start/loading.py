@@ -41,9 +41,11 @@ from fa_serve.engine.speculation.draft_model import DraftModel
 from fa_serve.engine.speculation.drafts import Drafter, NgramDrafter, Speculation
 from fa_serve.engine.start.bad_files import (
     find_model_folder,
+    name_bad_experts,
     name_bad_file,
     name_bad_folder,
     require_any_file,
+    require_readable_config,
     require_tensors_for_layers,
 )
 from fa_serve.engine.start.generation_config import Defaults, find_defaults, find_ends
@@ -66,6 +68,7 @@ from fa_serve.hf import (
 from fa_serve.hf.encoders.folder import transformer_subfolder
 from fa_serve.hf.model_location import TOKENIZER_FILES, WEIGHT_FILES, find_model
 from fa_serve.hf.surgery.quantised.linear import check_report, finish_weights, quantized_elsewhere, with_quantized_linears
+from fa_serve.hf.weights.float_files import check_float_files
 from fa_serve.hf.weights.progress import weights_counted
 from fa_serve.spec import ParameterError, UnsupportedModelError
 
@@ -333,6 +336,7 @@ def load_model(config: EngineConfig, ranks: Ranks | None = None) -> PreTrainedMo
         try:
             known = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
             require_tensors_for_layers(path, known)
+            require_readable_config(path, "generation_config.json")
             auto = _auto_class_of(known)
             loaded: Any = make_served(
                 with_quantized_linears(known, config.quantization),
@@ -353,10 +357,14 @@ def load_model(config: EngineConfig, ranks: Ranks | None = None) -> PreTrainedMo
             name_bad_file(path, error)
             if isinstance(error, OSError):
                 require_any_file(path, WEIGHT_FILES, "weights", error)
+            name_bad_experts(path, error)
             name_bad_folder(path, error)
             raise
         model, report = loaded
         check_report(report)
+        folder = find_model_folder(path)
+        if folder is not None and not quantized_elsewhere(known):
+            check_float_files(folder, model)
         if ranks.all_reduce is not None:
             divide_model(model, plan_division(model, ranks.size), ranks.rank, ranks.all_reduce, ranks.device)
         finish_weights(model.to(ranks.device))

@@ -28,6 +28,7 @@ from transformers import AutoConfig, PreTrainedModel
 from fa_serve.engine.rollout.weight_group import WeightGroup
 from fa_serve.engine.runner.residence import check_weight, known_weights
 from fa_serve.hf.adapter.composites import auto_class
+from fa_serve.hf.weights.float_files import PLAIN
 from fa_serve.spec import ParameterError
 
 DTYPES = {name: getattr(torch, name) for name in ("float64", "float32", "bfloat16", "float16")}
@@ -78,7 +79,12 @@ def from_folder(model: PreTrainedModel, folder: str | Path) -> Iterator[tuple[st
     for file in files:
         try:
             with safe_open(file, framework="pt") as opened:
-                shapes.update({name: opened.get_slice(name).get_shape() for name in opened.keys()})  # noqa: SIM118
+                for name in opened.keys():  # noqa: SIM118 - it is no dict
+                    part = opened.get_slice(name)
+                    shapes[name] = part.get_shape()
+                    if name in known and known[name].is_floating_point() and part.get_dtype() not in PLAIN:
+                        rule = f"have floats of 16 or more bits for {name}, because the engine takes no quantised weights"
+                        raise ParameterError("weight_dir", rule, part.get_dtype())
         except (OSError, SafetensorError) as error:
             raise ParameterError(
                 "weight_dir", f"hold intact safetensors files, but {file.name} is broken", str(error)

@@ -1,6 +1,7 @@
-"""Checks the quantised experts of a model in the headers of a checkpoint's files, before any weight is read.
+"""Checks the experts of a model in the headers of a checkpoint's files.
 
-    check_expert_files(files, model)       # raises ParameterError that names a tensor
+    check_expert_files(files, model)       # quantised experts, before any weight is read; names a tensor in a ParameterError
+    check_experts_agree(files)             # experts of floats, when their tensors could not be stacked
 
 transformers' loader stacks the tensors of all experts. If a tensor is missing or differs from the others, it says only that it
 could not stack them. Left out: files other than safetensors, and the form of stacked tensors (surgery/quantised/experts.py).
@@ -34,18 +35,29 @@ def check_expert_files(files: Sequence[str], model: nn.Module) -> None:
     """
     modules = [module for module in model.modules() if isinstance(module, QuantizedExperts)]
     known = {name for module in modules for name in module.scheme.tensors(256, 256, torch.float32)}
-    counts = {module.num_experts for module in modules}
     refused = tuple(f".{name}" for name in _QUANTISED - known)
-    groups: dict[tuple[str, str], dict[int, tuple[str, tuple[int, ...]]]] = {}
-    for key, kind in _headers(files):
+    for key, _ in _headers(files):
         if ".experts." in key and key.endswith(refused):
             rule = f"have no experts with quantised weights in this layout, but its files have {key}"
             raise ParameterError("model", rule, type(model).__name__)
-        if counts and (found := _OF_EXPERT.fullmatch(key)):
+    if modules:
+        check_experts_agree(files, max(module.num_experts for module in modules))
+
+
+def check_experts_agree(files: Sequence[str], num_experts: int = 0) -> None:
+    """Raise ParameterError that names a tensor of one expert if it is missing, or differs from those of other experts.
+
+    num_experts: least number of experts in each layer; a layer has more if its files name more
+    """
+    groups: dict[tuple[str, str], dict[int, tuple[str, tuple[int, ...]]]] = {}
+    counts: Counter[str] = Counter()
+    for key, kind in _headers(files):
+        if found := _OF_EXPERT.fullmatch(key):
             groups.setdefault((found[1], found[3]), {})[int(found[2])] = kind
+            counts[found[1]] = max(counts[found[1]], num_experts, int(found[2]) + 1)
     for (experts, name), kinds in groups.items():
         ((dtype, shape), _), *_ = Counter(kinds.values()).most_common(1)
-        for expert in range(max(counts)):
+        for expert in range(counts[experts]):
             key = f"{experts}.{expert}.{name}"
             if expert not in kinds:
                 raise ParameterError("model", f"have the tensor {key} in its files", "a missing tensor")

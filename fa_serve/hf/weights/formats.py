@@ -73,9 +73,10 @@ def _meta(dtype: torch.dtype, *shape: int) -> Tensor:
 
 
 def check_loaded(module: nn.Module, expected: Mapping[str, Tensor], layer: str) -> dict[str, Tensor]:
-    """Take the parameters `expected` out of a module and return them.
+    """Take the parameters `expected` out of a module and return them. Scales have the expected dtype then.
 
-    Raises ParameterError that names a parameter with another shape, or with integers instead of floats or the reverse.
+    Raises ParameterError that names a parameter with another shape, with integers instead of floats or the reverse, or with
+    floats that should be float8.
     """
     found = {}
     for name, wanted in expected.items():
@@ -83,9 +84,12 @@ def check_loaded(module: nn.Module, expected: Mapping[str, Tensor], layer: str) 
         assert tensor is not None
         if tensor.shape != wanted.shape and not tensor.numel() == wanted.numel() == 1:
             raise ParameterError(f"{layer}.{name}", f"have the shape {list(wanted.shape)}", list(tensor.shape))
-        if tensor.is_floating_point() != wanted.is_floating_point():
+        of_other_kind = tensor.is_floating_point() != wanted.is_floating_point()
+        if of_other_kind or (wanted.dtype == FLOAT8 and tensor.dtype != FLOAT8):
             raise ParameterError(f"{layer}.{name}", f"have the dtype {dtype_name(wanted.dtype)}", dtype_name(tensor.dtype))
-        found[name] = tensor.detach()
+        # weights that were rounded while they were read are float8 already
+        is_scale = tensor.is_floating_point() and tensor.dtype != FLOAT8
+        found[name] = tensor.detach().to(wanted.dtype) if is_scale else tensor.detach()
     return found
 
 

@@ -1,17 +1,19 @@
 """What a checkpoint's quantization_config says: which linear layers and experts are quantised, and how.
 
     plan = read_config(config.quantization_config)                    # a dictionary
+    plan = plan.with_names(names_in_files(model))
     scheme = plan.scheme_of("model.layers.0.mlp.up_proj", linear)     # None: this layer is not quantised
 
-An option that fa_serve does not know is refused by name, because ignoring it would give wrong results. Left out: the meaning of
-a layer's tensors (formats.py).
+A config may name a layer as the model does or as the checkpoint's files do. An option that fa_serve does not know is refused by
+name, because ignoring it would give wrong results. Left out: the meaning of a layer's tensors (formats.py), and the names in
+files (file_names.py).
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -24,7 +26,8 @@ FIELD = "quantization_config"
 PASSED_ON = ("bitsandbytes", "torchao")
 """Formats that transformers itself loads, into modules that run unchanged."""
 
-Chooses = Callable[[str, nn.Module], bool]
+Chooses = Callable[[Sequence[str], nn.Module], bool]
+"""Whether a layer is chosen. It gets all names of the layer."""
 
 
 @dataclass(frozen=True)
@@ -32,14 +35,25 @@ class QuantizationPlan:
     """Which linear layers of a checkpoint are quantised, and how.
 
     schemes: pairs of a function and a scheme; a layer has the first scheme whose function returns True for it
+    names:   the names of layers and of stacked weights in the files, where these differ from the model's
+    of_text: whether only the layers and the head of the text model are quantised, whatever the functions return for others
     """
 
     format: str
     schemes: Sequence[tuple[Chooses, Scheme]]
+    names: Mapping[str, str] = field(default_factory=dict)
+    of_text: bool = False
+
+    def with_names(self, names: Mapping[str, str]) -> QuantizationPlan:
+        """The same plan for a model whose layers have these names in the files."""
+        return replace(self, names=names)
 
     def scheme_of(self, name: str, module: nn.Module) -> Scheme | None:
         """The scheme of a linear layer by its name in the model; None if the layer is not quantised."""
-        return next((scheme for chooses, scheme in self.schemes if chooses(name, module)), None)
+        return self._first_scheme([name, self.names.get(name, name)], module)
+
+    def _first_scheme(self, names: Sequence[str], module: nn.Module) -> Scheme | None:
+        return next((scheme for chooses, scheme in self.schemes if chooses(names, module)), None)
 
     def scheme_of_experts(self, name: str) -> Scheme | None:
         """The scheme of a module of experts by its name in the model; None if the experts are not quantised.
@@ -48,7 +62,11 @@ class QuantizationPlan:
         scheme with which fa_serve does not compute experts.
         """
         linear = nn.Linear(1, 1, device="meta")
-        found = {self.scheme_of(f"{name}.0.{projection}", linear) for projection in ("gate_proj", "up_proj", "down_proj")}
+        stacked = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "down_proj": "down_proj"}
+        found = set()
+        for projection, weight in stacked.items():
+            own = f"{name}.0.{projection}"
+            found.add(self._first_scheme([own, self.names.get(f"{name}.{weight}", own)], linear))
         if len(found) > 1:
             kinds = sorted("not quantised" if scheme is None else scheme.description for scheme in found)
             raise ParameterError(FIELD, f"name one format for all products of {name}", kinds)
@@ -87,28 +105,51 @@ def _require(config: Mapping[str, Any], field: str, allowed: Sequence[Any], defa
     return value
 
 
+def _object(config: Mapping[str, Any], name: str, where: str = FIELD) -> Mapping[str, Any]:
+    """An object in a config; an empty one if it is not given."""
+    found = config.get(name) or {}
+    if not isinstance(found, Mapping):
+        raise ParameterError(f"{where}.{name}", "be an object with fields", found)
+    return found
+
+
 def _group_size(value: Any, where: str) -> int:
     if value == -1 or (isinstance(value, int) and value > 0 and value % RUN == 0):
         return int(value)
     raise ParameterError(f"{where}.group_size", f"be -1 or a multiple of {RUN}", value)
 
 
-def _without(skipped: Sequence[str] | None) -> Chooses:
-    """Accepts all layers except the head and layers whose names begin or end with one of these patterns, as in transformers."""
-    patterns = [*(skipped or ()), "lm_head"]
+def _list_of_names(config: Mapping[str, Any], name: str, where: str = FIELD) -> list[str]:
+    """A list of names and patterns in a config; an empty one if it is not given."""
+    found = config.get(name) or []
+    if not isinstance(found, list | tuple) or not all(isinstance(each, str) for each in found):
+        raise ParameterError(f"{where}.{name}", "be a list of names of layers", found)
+    for each in found:
+        try:
+            re.compile(each.removeprefix("re:"))
+        except re.error as error:
+            raise ParameterError(f"{where}.{name}", f"hold regular expressions that Python can read ({error})", each) from None
+    return list(found)
 
-    def chooses(name: str, module: nn.Module) -> bool:
-        return not any(re.match(pattern, name) or name.endswith(pattern) for pattern in patterns)
+
+def _without(skipped: Sequence[str]) -> Chooses:
+    """Accepts all layers except the head and layers whose names begin or end with one of these patterns, as in transformers."""
+    patterns = [*skipped, "lm_head"]
+
+    def chooses(names: Sequence[str], module: nn.Module) -> bool:
+        return not any(re.match(pattern, name) or name.endswith(pattern) for pattern in patterns for name in names)
 
     return chooses
 
 
 def _awq(config: Mapping[str, Any]) -> QuantizationPlan:
     _require(config, "bits", (4,))
-    _require(config, "version", ("gemm",), "gemm")
+    version = config.get("version", "gemm")
+    # transformers writes it in lower case, and other tools in upper case
+    _require({"version": version.lower() if isinstance(version, str) else version}, "version", ("gemm",))
     _require(config, "zero_point", (True,), True)
     scheme = Awq(_group_size(config.get("group_size", 128), FIELD))
-    return QuantizationPlan("awq", [(_without(config.get("modules_to_not_convert")), scheme)])
+    return QuantizationPlan("awq", [(_without(_list_of_names(config, "modules_to_not_convert")), scheme)])
 
 
 def _gptq(config: Mapping[str, Any]) -> QuantizationPlan:
@@ -119,17 +160,17 @@ def _gptq(config: Mapping[str, Any]) -> QuantizationPlan:
     layout = _require(config, "checkpoint_format", ("gptq", "gptq_v2"), config.get("format", "gptq"))
     size = _group_size(config.get("group_size", 128), FIELD)
     scheme = Gptq(size, layout == "gptq", bool(config.get("desc_act")) and size != -1)
-    inside = [name for block in config.get("modules_in_block_to_quantize") or () for name in _listed(block)]
-    every = (lambda name, module: True) if config.get("lm_head") else _without(None)
+    blocks = config.get("modules_in_block_to_quantize") or []
+    if isinstance(blocks, list) and all(isinstance(block, list) for block in blocks):
+        blocks = [name for block in blocks for name in block]
+    inside = _list_of_names({"modules_in_block_to_quantize": blocks}, "modules_in_block_to_quantize")
+    every = (lambda names, module: True) if config.get("lm_head") else _without([])
 
-    def chooses(name: str, module: nn.Module) -> bool:
-        return every(name, module) and (not inside or any(name.endswith(f".{each}") for each in inside))
+    def chooses(names: Sequence[str], module: nn.Module) -> bool:
+        return every(names, module) and (not inside or any(name.endswith(f".{each}") for each in inside for name in names))
 
-    return QuantizationPlan("gptq", [(chooses, scheme)])
-
-
-def _listed(names: str | Sequence[str]) -> Sequence[str]:
-    return [names] if isinstance(names, str) else names
+    # its tools quantise the layers of the text model, and have no list of what they leave out
+    return QuantizationPlan("gptq", [(chooses, scheme)], of_text=True)
 
 
 def _fp8(config: Mapping[str, Any]) -> QuantizationPlan:
@@ -140,19 +181,21 @@ def _fp8(config: Mapping[str, Any]) -> QuantizationPlan:
     block = config.get("weight_block_size")
     shared = _block(block, f"{FIELD}.weight_block_size") if block else (0, 0)
     scheme = Float8("weight_scale_inv", shared, "activation_scale" if static else None)
-    return QuantizationPlan("fp8", [(_without(config.get("modules_to_not_convert")), scheme)])
+    return QuantizationPlan("fp8", [(_without(_list_of_names(config, "modules_to_not_convert")), scheme)])
 
 
 def _mxfp4(config: Mapping[str, Any]) -> QuantizationPlan:
     """gpt-oss: experts only."""
     _require(config, "dequantize", (None, False))
-    chooses = _without(config.get("modules_to_not_convert"))
-    return QuantizationPlan("mxfp4", [(lambda name, module: ".experts." in name and chooses(name, module), Mxfp4())])
+    chooses = _without(_list_of_names(config, "modules_to_not_convert"))
+    return QuantizationPlan("mxfp4", [(lambda names, module: ".experts." in names[0] and chooses(names, module), Mxfp4())])
 
 
 def _block(value: Any, field: str) -> tuple[int, int]:
-    if isinstance(value, list | tuple) and len(value) == 2 and value[0] > 0 and value[1] > 0 and value[1] % RUN == 0:
-        return int(value[0]), int(value[1])
+    if isinstance(value, list | tuple) and len(value) == 2 and all(isinstance(size, int) and size > 0 for size in value):
+        rows, columns = value
+        if columns % RUN == 0:
+            return rows, columns
     raise ParameterError(field, f"be two sizes, the second a multiple of {RUN}", value)
 
 
@@ -161,32 +204,49 @@ def _compressed_tensors(config: Mapping[str, Any]) -> QuantizationPlan:
     _require(config, "transform_config", (None, {}))
     if sparsity := (config.get("sparsity_config") or {}).get("format"):
         _require({"format": sparsity}, "format", ("dense",), where=f"{FIELD}.sparsity_config")
-    ignored = _names(config.get("ignore") or ())
-    schemes: list[tuple[Chooses, Scheme]] = []
-    for name, group in config.get("config_groups", {}).items():
-        chosen = _names(group.get("targets") or ())
+    ignored = _names(_list_of_names(config, "ignore"))
+    targets: dict[str, Scheme] = {}
+    for name, group in _object(config, "config_groups").items():
+        group = _object({name: group}, name, f"{FIELD}.config_groups")
         layout = group.get("format") or config.get("format")
         scheme = _compressed_scheme(group, layout, f"{FIELD}.config_groups.{name}")
-        schemes.append((lambda n, m, chosen=chosen: chosen(n, m) and not ignored(n, m), scheme))  # type: ignore[misc]
+        targets |= dict.fromkeys(_list_of_names(group, "targets", f"{FIELD}.config_groups.{name}"), scheme)
+    # the library's order: a layer's own name counts before patterns, and these before the name of its class
+    ordered = sorted(targets, key=lambda target: (target.startswith("re:"), target))
+    schemes: list[tuple[Chooses, Scheme]] = []
+    for match in (_match_name, _match_class):
+        for target in ordered:
+
+            def chooses(names: Sequence[str], module: nn.Module, match: Any = match, target: str = target) -> bool:
+                return match(names, module, target) and not ignored(names, module)
+
+            schemes.append((chooses, targets[target]))
     return QuantizationPlan("compressed-tensors", schemes)
 
 
 def _names(targets: Sequence[str]) -> Chooses:
     """Accepts layers by their name, by a regular expression for the name ("re:..."), or by the name of their class."""
 
-    def chooses(name: str, module: nn.Module) -> bool:
-        return any(
-            re.match(target[3:], name) is not None if target.startswith("re:") else target in (name, type(module).__name__)
-            for target in targets
-        )
+    def chooses(names: Sequence[str], module: nn.Module) -> bool:
+        return any(_match_name(names, module, target) or _match_class(names, module, target) for target in targets)
 
     return chooses
 
 
+def _match_name(names: Sequence[str], module: nn.Module, target: str) -> bool:
+    if target.startswith("re:"):
+        return any(re.match(target[3:], name) for name in names)
+    return target in names
+
+
+def _match_class(names: Sequence[str], module: nn.Module, target: str) -> bool:
+    return target == type(module).__name__
+
+
 def _compressed_scheme(group: Mapping[str, Any], layout: str | None, where: str) -> Scheme:
-    weights = group.get("weights") or {}
+    weights = _object(group, "weights", where)
     kind = _require({"format": layout}, "format", ("pack-quantized", "float-quantized", "naive-quantized"), where=where)
-    inputs: Mapping[str, Any] = group.get("input_activations") or {}
+    inputs = _object(group, "input_activations", where)
     _require(group, "output_activations", (None,), where=where)
     where = f"{where}.weights"
     if kind == "pack-quantized":

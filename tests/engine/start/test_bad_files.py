@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +16,7 @@ from fa_serve.engine.start.bad_files import (
     name_bad_file,
     name_bad_folder,
     require_any_file,
+    require_readable_config,
     require_tensors_for_layers,
 )
 from fa_serve.spec import ParameterError
@@ -40,6 +42,25 @@ def test_a_folder_is_named_for_values_that_no_library_checks(tmp_path: Path) -> 
         match=r"folder .* cannot be loaded: its files can be read, but a value in them is unusable \(RuntimeError: how it has",
     ):
         name_bad_folder(str(tmp_path), ERROR)
+
+
+@pytest.mark.parametrize("error", [AttributeError("no such name"), KeyError("rope"), re.error("nothing to repeat")])
+def test_a_folder_is_named_for_errors_of_every_kind(tmp_path: Path, error: Exception) -> None:
+    with pytest.raises(OSError, match=rf"folder .* cannot be loaded: .* \({type(error).__name__}: "):
+        name_bad_folder(str(tmp_path), error)
+    for own in (torch.OutOfMemoryError("full"), MemoryError(), ImportError("pip install it"), ParameterError("x", "be y", 1)):
+        name_bad_folder(str(tmp_path), own)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"), [("{", "cannot be read: JSONDecodeError"), ("[]", "must hold a JSON object, got list")]
+)
+def test_a_config_that_transformers_would_ignore_is_refused(tmp_path: Path, content: str, reason: str) -> None:
+    require_readable_config(str(tmp_path), "generation_config.json")
+    require_readable_config("org/nope", "generation_config.json")
+    (tmp_path / "generation_config.json").write_text(content)
+    with pytest.raises(OSError, match=f"generation_config.json {reason}"):
+        require_readable_config(str(tmp_path), "generation_config.json")
 
 
 def test_what_is_missing_is_named(tmp_path: Path) -> None:

@@ -47,7 +47,7 @@ def test_sizes_follow_from_the_model_and_the_cache(make_engine) -> None:
     assert make_engine(num_pages=None, max_num_seqs=2).config.num_pages == 2 * 256 // 4
 
 
-class SeenError(Exception):
+class SeenError(ValueError):
     """In the place of reading weights, with the device that they would be put on."""
 
 
@@ -83,7 +83,7 @@ def test_weights_are_put_on_the_gpu_as_they_are_read(monkeypatch, settings, rank
     assert seen.value.args == (device_map,)
 
 
-@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "config.json"])
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "config.json", "generation_config.json"])
 def test_a_file_that_cannot_be_read_is_named(tmp_path, name) -> None:
     shutil.copytree(model_path(), tmp_path / "model")
     file = tmp_path / "model" / name

@@ -62,6 +62,18 @@ def test_a_folder_with_the_models_names_is_not_loaded_as_a_model(tmp_path: Path,
         next(from_folder(model, tmp_path / "nowhere"))
 
 
+def test_a_checkpoint_with_quantised_numbers_is_refused(tmp_path: Path) -> None:
+    """Its scales, which the model has no name for, would be left out."""
+    model = make_model()
+    model.save_pretrained(tmp_path)
+    name = "model.layers.1.mlp.down_proj.weight"
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ParameterError, match=rf"weight_dir must have floats of 16 or more bits for {name}.*, got 'F8_E4M3'"):
+        next(from_folder(model, tmp_path))
+
+
 def test_a_checkpoint_that_lacks_a_weight_is_refused(tmp_path: Path) -> None:
     """transformers loads it as a model, because a name is not the model's, and draws random numbers for what is missing."""
     model = make_model()

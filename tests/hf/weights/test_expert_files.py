@@ -9,7 +9,9 @@ import torch
 from quantised_copies import load
 from quantised_experts import write_fp8_block
 from safetensors.torch import load_file, save_file
+from tiny_models import make_model
 
+from fa_serve.hf.weights.expert_files import check_experts_agree
 from fa_serve.spec import ParameterError
 
 LAYER = "model.layers.1.mlp.experts"
@@ -50,5 +52,22 @@ def test_a_tensor_that_cannot_be_is_named(tmp_path: Path, change, message: str) 
     tensors = load_file(tmp_path / "model.safetensors")
     change(tensors)
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ParameterError, match=message):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("change", ["missing", "shape"])
+def test_a_tensor_of_an_expert_of_floats_is_named(tmp_path: Path, change: str) -> None:
+    """transformers told only that it could not stack the tensors."""
+    make_model("qwen3-moe").save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    check_experts_agree([str(file)])
+    tensors = load_file(file)
+    whole = tensors.pop(f"{LAYER}.2.up_proj.weight")
+    message = f"model must have the tensor {LAYER}.2.up_proj.weight in its files"
+    if change == "shape":
+        tensors[f"{LAYER}.2.up_proj.weight"] = whole[:-1]
+        message = rf"{LAYER}.2.up_proj.weight must have the dtype F32 and the shape \[24, 32\] of other experts"
+    save_file(tensors, file, {"format": "pt"})
     with pytest.raises(ParameterError, match=message):
         load(tmp_path)

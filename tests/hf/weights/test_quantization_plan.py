@@ -35,6 +35,7 @@ def scheme(config: dict[str, Any], name: str = UP) -> Any:
     [
         (AWQ, Awq(128)),
         (AWQ | {"group_size": -1}, Awq(-1)),
+        (AWQ | {"version": "GEMM"}, Awq(128)),
         (GPTQ, Gptq(128, True, True)),
         (GPTQ | {"group_size": -1}, Gptq(-1, True)),
         (GPTQ | {"desc_act": False}, Gptq(128, True)),
@@ -85,6 +86,31 @@ def test_what_is_read(config: dict[str, Any], expected: Any) -> None:
 )
 def test_which_layers_are_quantised(config: dict[str, Any], name: str, quantised: bool) -> None:
     assert (scheme(config, name) is not None) == quantised
+
+
+def test_a_config_may_have_the_names_of_the_files() -> None:
+    names = {UP: "block.3.up", "model.layers.3.mlp.experts.gate_up_proj": "block.3.experts.0.w1"}
+    for ignore in (["re:block.*"], [UP, "block.3.experts.0.w1"], ["block.3.up", "model.layers.3.mlp.experts.0.gate_proj"]):
+        plan = read_config(compressed("pack-quantized", INT4, ignore=ignore)).with_names(names)
+        assert plan.scheme_of(UP, LINEAR) is None
+        assert plan.scheme_of("model.layers.3.mlp.down_proj", LINEAR) is not None
+        with pytest.raises(ParameterError, match="name one format for all products of"):
+            plan.scheme_of_experts("model.layers.3.mlp.experts")
+    inside = GPTQ | {"desc_act": False, "modules_in_block_to_quantize": [["experts.0.w1"], ["experts.0.w2"]]}
+    names |= {"model.layers.3.mlp.experts.down_proj": "block.3.experts.0.w2"}
+    assert read_config(inside).with_names(names).scheme_of_experts("model.layers.3.mlp.experts") is not None
+
+
+@pytest.mark.parametrize("target", ["re:.*up_proj", UP])
+def test_a_name_counts_before_a_pattern_and_a_pattern_before_a_class(target: str) -> None:
+    groups = {
+        "a": {"targets": ["Linear"], "weights": INT4, "format": "pack-quantized"},
+        "b": {"targets": ["re:.*mlp.*" if target == UP else "Linear"], "weights": INT4, "format": "pack-quantized"},
+        "c": {"targets": [target], "weights": FLOAT8, "format": "float-quantized"},
+    }
+    config = compressed("mixed-precision", {}, config_groups=groups)
+    assert scheme(config) == Float8("weight_scale", (1, 0))
+    assert scheme(config, "model.layers.3.mlp.down_proj") == PackQuantized(128, True, False)
 
 
 def test_groups_choose_their_layers() -> None:
@@ -181,3 +207,24 @@ def test_experts_with_act_order_are_refused(config: dict[str, Any]) -> None:
         ParameterError, match=r"quantization_config must have no act-order for the experts of model.layers.0.mlp"
     ):
         plan_of_experts(config)
+
+
+@pytest.mark.parametrize(
+    ("config", "field", "rule"),
+    [
+        (AWQ | {"modules_to_not_convert": ["*.mlp"]}, "modules_to_not_convert", "hold regular expressions"),
+        (AWQ | {"modules_to_not_convert": "mlp"}, "modules_to_not_convert", "be a list of names of layers"),
+        (FP8 | {"modules_to_not_convert": [3]}, "modules_to_not_convert", "be a list of names of layers"),
+        (GPTQ | {"modules_in_block_to_quantize": 3}, "modules_in_block_to_quantize", "be a list of names of layers"),
+        (FP8 | {"weight_block_size": ["a", "b"]}, "weight_block_size", "be two sizes"),
+        (compressed("pack-quantized", INT4, ignore=["re:*("]), "ignore", "hold regular expressions"),
+        (compressed("pack-quantized", INT4, ignore="lm_head"), "ignore", "be a list of names of layers"),
+        (compressed("pack-quantized", INT4, config_groups=["a"]), "config_groups", "be an object with fields"),
+        (compressed("pack-quantized", INT4, config_groups={"a": 3}), "config_groups.a", "be an object with fields"),
+        (compressed("pack-quantized", "int4"), "config_groups.group_0.weights", "be an object with fields"),  # type: ignore
+    ],
+)
+def test_values_of_a_wrong_form_are_refused_by_their_field(config: dict[str, Any], field: str, rule: str) -> None:
+    with pytest.raises(ParameterError, match=rule) as refused:
+        read_config(config)
+    assert refused.value.field == f"quantization_config.{field}"

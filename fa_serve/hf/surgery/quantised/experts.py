@@ -20,7 +20,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter, WeightTransform
+from transformers.core_model_loading import Concatenate, ConversionOps, MergeModulelist, WeightConverter, WeightTransform
 
 from fa_serve import ops
 from fa_serve.hf.surgery.experts.mixtures import experts_agree, gate_of, weights_of
@@ -126,6 +126,15 @@ def _row_axis(scheme: Scheme, tensor: Tensor) -> int:
     return min(scheme.row_axis, tensor.dim() - 1)
 
 
+class _ScalesInLists(ConversionOps):
+    """Gives an axis to the scale of a whole matrix, which may be a number without axes: transformers writes it so."""
+
+    def convert(
+        self, input_dict: dict[str, Any], source_patterns: list[str], target_patterns: list[str], **kwargs: Any
+    ) -> dict[str, list[Tensor]]:
+        return {name: [part.reshape(part.shape or (1,)) for part in parts] for name, parts in input_dict.items()}
+
+
 def rules_for_experts(rules: Sequence[WeightTransform], schemes: Iterable[Scheme]) -> list[WeightTransform]:
     """Rules for the tensors of quantised experts, followed by transformers' rules for the tensors of a checkpoint.
 
@@ -144,10 +153,11 @@ def rules_for_experts(rules: Sequence[WeightTransform], schemes: Iterable[Scheme
         for name, (scheme, tensor) in tensors.items():
             if name == "weight":
                 continue
+            stacking = [MergeModulelist(dim=0), Concatenate(dim=1 + _row_axis(scheme, tensor))]
             named = WeightConverter(
                 [source.removesuffix("weight") + name for source in sources],
                 [stacked_name(name, target) for target in rule.target_patterns],
-                [MergeModulelist(dim=0), Concatenate(dim=1 + _row_axis(scheme, tensor))][: len(kinds)],
+                [_ScalesInLists(), *stacking[: len(kinds)]],
             )
             named.scope_prefix = rule.scope_prefix
             named.base_model_prefix = rule.base_model_prefix

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.core_model_loading import ConversionOps, WeightTransform
+from transformers.core_model_loading import ConversionOps, WeightTransform, build_glob_alternation
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -44,6 +44,7 @@ from fa_serve.hf.surgery.quantised.experts import (
     rules_for_experts,
 )
 from fa_serve.hf.weights.expert_files import check_expert_files
+from fa_serve.hf.weights.file_names import names_in_files
 from fa_serve.hf.weights.formats import Rounded, Scheme, check_loaded
 from fa_serve.hf.weights.quantization_plan import FIELD, QuantizationPlan, is_ours, method_of, read_config
 from fa_serve.ops.products.problem import Product, compiles_gluon
@@ -81,6 +82,11 @@ class QuantizedLinear(nn.Module):
         for name, tensor in self.expected.items():
             self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
         self.register_parameter("bias", linear.bias)
+        if "weight" not in self.expected:
+            # some models draw numbers for the weights of their layers before files are read, unless a tensor is marked so
+            placeholder: Any = torch.empty(0, device="meta")
+            placeholder._is_hf_initialized = True
+            self.weight = placeholder
 
     @property
     def is_finished(self) -> bool:
@@ -168,20 +174,30 @@ class Quantizer(HfQuantizer):
     ) -> None:
         source = self.quantization_config.source
         plan = _rounding(model) if source is None else read_config(source)
-        replace_layers(model, plan, dtype or torch.get_default_dtype())
+        self.dtype = dtype or torch.get_default_dtype()
+        replace_layers(model, plan, self.dtype)
         own = {f"{layer}.{name}" for layer, module in model.named_modules() for name in getattr(module, "expected", ())}
         self.shapes = {name: parameter.shape for name, parameter in model.named_parameters() if name not in own}
+        self.dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items() if name not in own}
         if source is not None:
             check_expert_files(checkpoint_files or (), model)
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
-        """Check the shapes of biases, norms and embeddings: transformers does not check them in a quantised model.
+        """Check the shapes of biases, norms and embeddings, and convert their dtypes.
+
+        transformers does not check shapes in a quantised model. It does not convert the tensors of a quantised checkpoint that
+        have other names in the model, such as routers of Mixtral and all tensors of many image-text models.
 
         Raises ParameterError that names the first parameter of another shape.
         """
         for name, parameter in model.named_parameters():
             if (expected := self.shapes.get(name, parameter.shape)) != parameter.shape:
                 raise ParameterError(name, f"have the shape {list(expected)}", list(parameter.shape))
+        precise = model._get_dtype_plan(self.dtype)
+        in_float32 = build_glob_alternation(list(precise))[0].search if precise else lambda name: None
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if name in self.dtypes and tensor.is_floating_point():
+                tensor.data = tensor.data.to(torch.float32 if in_float32(name) else self.dtypes[name])
         return model
 
     def update_weight_conversions(
@@ -231,9 +247,22 @@ class _Round(ConversionOps):
 
 
 def _rounding(model: PreTrainedModel) -> QuantizationPlan:
-    """The plan to round all linear layers and experts inside layers, but not others such as the more sensitive head."""
+    """The plan to round all linear layers and experts inside layers, but not more sensitive ones: the head and routers."""
     layers = {id(linear) for m in model.modules() if isinstance(m, nn.ModuleList) for linear in m.modules()}
-    return QuantizationPlan("fp8", [(lambda name, module: ".experts." in name or id(module) in layers, _ROUNDED)])
+    layers -= {id(router) for router in _routers(model)}
+    return QuantizationPlan("fp8", [(lambda names, module: ".experts." in names[0] or id(module) in layers, _ROUNDED)])
+
+
+def _routers(model: nn.Module) -> list[nn.Module]:
+    """The linear layers beside the experts of a mixture that compute a number for each expert."""
+    experts = set(expert_modules(model))
+    found: list[nn.Module] = []
+    for parent in model.modules():
+        counts = {getattr(child, "num_experts", None) for child in parent.children() if child in experts}
+        if counts:
+            beside = [each for child in parent.children() if child not in experts for each in child.modules()]
+            found += [each for each in beside if isinstance(each, nn.Linear) and each.out_features in counts]
+    return found
 
 
 def replace_layers(model: nn.Module, plan: QuantizationPlan, dtype: torch.dtype) -> None:
@@ -243,10 +272,12 @@ def replace_layers(model: nn.Module, plan: QuantizationPlan, dtype: torch.dtype)
 
     Raises ParameterError if the plan names none of them, and UnsupportedModelError for experts that fa_serve does not compute.
     """
+    plan = plan.with_names(names_in_files(model))
     made: dict[str, nn.Module] = {}
     proven: set[str] = set()
+    left_out = _outside_of_text(model) if plan.of_text and isinstance(model, PreTrainedModel) else set()
     for name, module in model.named_modules():
-        if type(module) is nn.Linear:
+        if type(module) is nn.Linear and module not in left_out:
             scheme = plan.scheme_of(name, module)
             if scheme is not None:
                 made[name] = QuantizedLinear(module, scheme, dtype)
@@ -270,6 +301,12 @@ def replace_layers(model: nn.Module, plan: QuantizationPlan, dtype: torch.dtype)
         model.set_submodule(name, module)
     if not made:
         raise ParameterError("model", f"have layers that its {FIELD} ({plan.format}) names", type(model).__name__)
+
+
+def _outside_of_text(model: PreTrainedModel) -> set[nn.Module]:
+    """The modules of towers and projectors: all but those of the text model and its head."""
+    untyped: Any = model
+    return set(model.modules()) - set(untyped.get_decoder().modules()) - {untyped.get_output_embeddings()}
 
 
 def check_report(report: Mapping[str, Any]) -> None:

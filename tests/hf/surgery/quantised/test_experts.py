@@ -212,6 +212,28 @@ def test_static_scales_of_activations_are_left_out(spoilt, checkpoints: Path) ->
         assert torch.equal(found.weights.down.dequantize(torch.float32), expected.weights.down.dequantize(torch.float32))
 
 
+@torch.no_grad()
+def test_a_scale_of_a_whole_matrix_may_have_no_axes(spoilt) -> None:
+    """As transformers' own float8 writes it. compressed-tensors writes one number in a list."""
+
+    def written(shape: list[int]) -> Tensor:
+        def change(tensors: dict[str, Tensor]) -> None:
+            for key in [key for key in tensors if key.endswith("weight_scale")]:
+                weight = key.removesuffix("_scale")
+                scale = tensors[key].float().amax()
+                tensors[weight] = (tensors[weight].float() * tensors[key].float() / scale).to(torch.float8_e4m3fn)
+                tensors[key] = scale.reshape(shape).clone()
+
+        path = spoilt("fp8-channel", change)
+        group = {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float", "strategy": "tensor"}}
+        change_config(path, config_groups={"group_0": group})
+        model = load(path, dtype="float32")
+        assert experts_of(model)[0].description == "float8 with a scale for the matrix"
+        return model(torch.arange(3, 20)[None]).logits
+
+    assert torch.equal(written([]), written([1]))
+
+
 def test_products_of_one_layer_have_one_format(spoilt) -> None:
     path = spoilt("fp8-channel")
     change_config(path, ignore=["lm_head", r"re:.*experts.*down_proj$"])

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import quantise
 import torch
+from every_type import tiny_model
 from hf_families import BY_NAME
 from quantised_copies import FORMATS, change_config, copy_of, dequantised, layers, load
 from safetensors import safe_open
@@ -153,6 +156,68 @@ def test_a_tensor_of_another_kind_is_named(folder) -> None:
         load(path)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["awq", "fp8-block"])
+def test_tensors_of_other_names_have_the_models_dtype(folder, name: str) -> None:
+    """transformers leaves the dtypes of tensors that it renames: the names of old checkpoints lack "model."."""
+    path = folder(name)
+    expected = load(path, dtype="float32")
+
+    def rename(tensors: dict[str, torch.Tensor]) -> None:
+        for key in list(tensors):
+            tensors[key.removeprefix("model.")] = tensors.pop(key)
+
+    spoil(path, rename)
+    model = load(path, dtype="float32")
+    assert {x.dtype for x in [*model.parameters(), *model.buffers()]} == {torch.float32}
+    ids = torch.arange(3, 40)[None]
+    assert torch.equal(model(ids).logits, expected(ids).logits)
+    weight = model.model.layers[0].mlp.up_proj.weight
+    assert weight.scales.dtype == torch.float32
+    assert weight.data.dtype == expected.model.layers[0].mlp.up_proj.weight.data.dtype
+
+
+def test_what_a_model_keeps_in_float32_stays(tmp_path: Path) -> None:
+    """The bias of a router, in a checkpoint whose other tensors are bfloat16."""
+    model = BY_NAME["deepseek-v3"].build().bfloat16()
+    model._keep_in_fp32_modules_strict = ["e_score_correction_bias"]
+    made = quantized_linear.Quantizer(quantized_linear.SourceConfig({}))
+    made.dtype = torch.bfloat16
+    made.shapes = {}
+    made.dtypes = dict.fromkeys(model.state_dict(), torch.bfloat16)
+    made._process_model_after_weight_loading(model)
+    dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
+    precise = {name for name, dtype in dtypes.items() if dtype == torch.float32}
+    assert precise == {name for name in dtypes if "e_score_correction_bias" in name} != set()
+
+
+@pytest.mark.parametrize(
+    ("convert", "config"),
+    [
+        (quantise.awq, {"quant_method": "awq", "modules_to_not_convert": ["visual"]}),
+        (quantise.gptq, {"quant_method": "gptq", "desc_act": False}),
+    ],
+    ids=["awq", "gptq"],
+)
+def test_towers_are_left_out(tmp_path: Path, convert, config: dict[str, object]) -> None:
+    """Qwen2.5-VL: AWQ has a list with the names of the files, where the tower is not in `model`. GPTQ has no list."""
+    tiny_model("qwen2_5_vl").save_pretrained(tmp_path)
+    is_quantised = re.compile(r"model\.layers\..*_proj\.weight").fullmatch
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        for key in [key for key in tensors if is_quantised(key)]:
+            parts = convert(tensors.pop(key), 32)
+            tensors.update({key.replace("weight", part): tensor for part, tensor in parts.items()})
+
+    spoil(tmp_path, change)
+    file = tmp_path / "config.json"
+    config = {"bits": 4, "group_size": 32} | config
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": config}))
+    found = layers(load(tmp_path))
+    assert len(found) == LINEARS
+    assert all(name.startswith("model.language_model.layers.") for name in found)
+
+
 def test_content_that_cannot_be_is_refused_with_the_layer(folder) -> None:
     path = folder("gptq")
     spoil(path, lambda tensors: tensors[f"{NAME}.g_idx"].zero_())
@@ -219,6 +284,38 @@ def test_layers_of_other_names_are_rounded_too(tmp_path: Path) -> None:
         rounded = loaded(ids).logits
         assert torch.equal(rounded, dequantised(loaded)(ids).logits)
         assert 0 < float((rounded - model(ids).logits).abs().max()) < 0.1 * float(rounded.abs().max())
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch.jit, which the model's module calls
+@torch.no_grad()
+def test_a_model_that_draws_numbers_for_weights_of_its_layers_is_loaded(tmp_path: Path) -> None:
+    """GPTBigCode (StarCoder), whose `_init_weights` asks each block for the weight of `c_proj`."""
+    tiny_model("gpt_bigcode").save_pretrained(tmp_path)
+
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        for key in [key for key in tensors if key.endswith(("c_fc.weight", "c_proj.weight"))]:
+            parts = quantise.awq(tensors.pop(key), 32)
+            tensors.update({key.removesuffix("weight") + part: tensor for part, tensor in parts.items()})
+
+    spoil(tmp_path, change)
+    file = tmp_path / "config.json"
+    config = {"quant_method": "awq", "bits": 4, "group_size": 32, "modules_to_not_convert": ["c_attn"]}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": config}))
+    model = load(tmp_path, dtype="float32")
+    assert len(layers(model)) == 3 * model.config.num_hidden_layers
+    ids = torch.arange(3, 20)[None]
+    expected = model(ids).logits
+    assert torch.allclose(expected, dequantised(model)(ids).logits, atol=1e-5)
+
+
+@torch.no_grad()
+def test_routers_are_not_rounded(tmp_path: Path) -> None:
+    """HunYuan's code asks for the dtype of its router, which a rounded weight does not have."""
+    tiny_model("hunyuan_v1_moe").save_pretrained(tmp_path)
+    model = load(tmp_path, quantization="fp8")
+    assert type(model.model.layers[0].mlp.gate.wg) is torch.nn.Linear
+    assert isinstance(model.model.layers[0].mlp.shared_mlp.up_proj, QuantizedLinear)
+    assert bool(model(torch.arange(3, 20)[None]).logits.isfinite().all())
 
 
 def test_info_says_what_weights_are_and_who_computes_them(copies: Callable[[str], Path]) -> None:

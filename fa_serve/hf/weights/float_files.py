@@ -1,0 +1,61 @@
+"""Checks that the tensors which a model takes as plain floats are floats in the files of its checkpoint.
+
+    check_float_files(Path("/models/qwen"), model)       # raises ParameterError that names a tensor
+
+transformers converts a tensor to the dtype of its parameter. Quantised numbers that no quantization_config describes (a config
+that was lost, a layer that a list leaves out by mistake) would become floats without their scales: wrong answers without an
+error. Left out: files other than safetensors, and formats that transformers loads into its own modules.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from safetensors import safe_open
+from torch import nn
+
+from fa_serve.hf.weights.file_names import names_in_files
+from fa_serve.hf.weights.formats import Rounded
+from fa_serve.spec import ParameterError
+
+PLAIN = ("F64", "F32", "F16", "BF16")
+"""The dtypes of floats without a scale, by their names in safetensors."""
+RULE = "have floats of 16 or more bits, because its checkpoint has no quantization_config that names a format for it"
+
+
+def check_float_files(folder: Path, model: nn.Module) -> None:
+    """Raise ParameterError for a tensor in the files of a folder that is no float, although its parameter is one.
+
+    model: with the modules for quantised weights, whose tensors are not checked
+    """
+    own = set()
+    for layer, module in model.named_modules():
+        if not isinstance(getattr(module, "scheme", None), Rounded):
+            own |= {f"{layer}.{name}" for name in getattr(module, "expected", ())}
+    plain = {name for name, tensor in model.named_parameters() if tensor.is_floating_point() and name not in own}
+    names = names_in_files(model)
+    renamed = [names[stem] for name in plain if (stem := name.removesuffix(".weight")) in names]
+    experts = {name.rpartition(".0.")[0] for name in renamed if ".experts.0." in name}
+    plain |= {form for name in renamed for form in (name, f"{name}.weight")}
+    prefix = getattr(model, "base_model_prefix", "")
+    for key, dtype in _dtypes(folder):
+        of_expert = re.fullmatch(r"(.*\.experts)\.\d+\.\w+\.weight", key)
+        is_plain = key in plain or f"{prefix}.{key}" in plain or (of_expert is not None and of_expert[1] in experts)
+        if is_plain and dtype not in PLAIN:
+            raise ParameterError(key, RULE, dtype)
+
+
+def _dtypes(folder: Path) -> Iterator[tuple[str, str]]:
+    """The names and dtypes of all tensors in the files that transformers reads from a folder."""
+    index = folder / "model.safetensors.index.json"
+    found = [folder / "model.safetensors"]
+    if not found[0].is_file() and index.is_file():
+        found = [folder / name for name in sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))]
+    for file in found:
+        if file.is_file():
+            with safe_open(file, framework="pt") as tensors:
+                for key in tensors.keys():  # noqa: SIM118 - it is not a dictionary
+                    yield key, tensors.get_slice(key).get_dtype()
