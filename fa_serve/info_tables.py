@@ -178,7 +178,7 @@ def _show_encoder(facts: EncoderFacts | str, console: Console) -> None:
         console.print(f"  activation: {facts.activation}")
     batches = {
         True: "packed (tested on a layer with random weights)",
-        False: "padded, because its code does not support packed sequences",
+        False: "padded or one by one, because its code does not support packed sequences",
         None: "packed if its code supports packed sequences, which is tested at the start",
     }
     console.print(f"  batches: {batches[facts.packs]}")

@@ -28,7 +28,7 @@ from fa_serve.engine.start.loading import load_tokenizer
 from fa_serve.hf.encoders.folder import EncoderTask, read_folder
 from fa_serve.hf.encoders.load import LoadedEncoder, load_encoder
 from fa_serve.hf.encoders.modules import TokenPooling, is_unit_length, output_size, pool, splade_weights
-from fa_serve.hf.encoders.packed import PackedInputs, PackedModel
+from fa_serve.hf.encoders.packed import Batches, PackedInputs, PackedModel
 from fa_serve.hf.model_location import find_model
 from fa_serve.spec import ParameterError
 
@@ -40,6 +40,7 @@ FUSES_ON_GPU = True
 """The switch: whether layers are fused on a GPU as well. tests/gpu/test_encoders_gpu.py has compared them on an H200."""
 MAX_TOKENS = 1 << 17
 """The most tokens of an input, even if the model names a higher limit or none; `max_model_len` overrides it."""
+_BATCHES: dict[Batches, str] = {"packed": "packed batches", "padded": "padded batches", "single": "inputs one by one"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,7 @@ class Pipeline:
 
     @property
     def reads_hidden(self) -> bool:
-        """Whether results are computed from hidden states of packed sequences, and not by the whole model on padded ones."""
+        """Whether results are computed from hidden states, and not by the whole model."""
         return self.model.reads_rows or self.card.task not in ("score", "classify")
 
     @classmethod
@@ -75,8 +76,7 @@ class Pipeline:
         loaded = load_encoder(folder, dtype=config.dtype, device=device, trust_remote_code=config.trust_remote_code)
         fuses = config.fuses and (device.type == "cpu" or FUSES_ON_GPU)
         fused = loaded.model.fuse() if fuses else 0
-        packed = "packed" if loaded.model.packs else "padded"
-        facts = f"task {task}, {packed} batches, {fused} fused layers"
+        facts = f"task {task}, {_BATCHES[loaded.model.batches]}, {fused} fused layers"
         clock.end("weights", f"{config.model_name} on {loaded.model.device}, {facts}")
         limit = _max_tokens(config, folder.max_tokens, tokenizer, loaded.max_positions)
         splade = next((each.config for each in folder.modules if each.kind == "SpladePooling"), {})

@@ -68,7 +68,8 @@ def load_encoder(folder: EncoderFolder, *, dtype: str, device: torch.device, tru
     model = cast(PreTrainedModel, cast(nn.Module, found).to(device).eval().requires_grad_(False))
     packed = PackedModel(model)
     if not packed.packs:
-        log.warning("%s does not support packed sequences: its batches are padded", type(model).__name__)
+        how = "batches are padded" if packed.batches == "padded" else "inputs are computed one by one"
+        log.warning("%s does not support packed sequences: its %s", type(model).__name__, how)
     labels = labels_of(model.config) if folder.task in ("score", "classify") else ()
     modules = load_modules(folder, model.dtype, device)
     return LoadedEncoder(packed, modules, labels, _max_positions(packed))

@@ -6,8 +6,9 @@
 
 transformers' models take packed sequences as a batch of one with `position_ids` that restart and with `cu_seq_lens_q`, which
 reach the attention of fa_serve. A trial shows whether a model follows these: two sequences are computed packed and one by one,
-and a model whose results differ is computed in padded batches. A classification head reads one token of a sequence, or the mean
-of its tokens. A trial shows which one, too, and the head's own code then gets only that row.
+and a model whose results differ is computed in padded batches, or one by one if padding changes its results as well (ConvBERT).
+A classification head reads one token of a sequence, or the mean of its tokens. A trial shows which one, too, and the head's own
+code then gets only that row. For a head that reads anything else, the whole model is computed, padded or one by one.
 Left out: pooling (modules.py), and which sequences are computed together (fa_serve.engine.pooling).
 """
 
@@ -19,7 +20,7 @@ import logging
 import typing
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -45,6 +46,10 @@ number, in float32. Another order of summation gives 1e-6; a sequence that sees 
 COARSE_TOLERANCE = 0.05
 """The same for dtypes of 16 bits."""
 PROBE_LENGTHS = (5, 9)
+Batches = Literal["packed", "padded", "single"]
+"""How the sequences of a batch are computed: end to end, next to each other with padding, or one by one."""
+_TRIAL_ERRORS = (RuntimeError, TypeError, ValueError, LookupError, AttributeError)
+"""What a model's code raises for inputs that it does not take."""
 Integers = np.ndarray[Any, np.dtype[np.integer[Any]]]
 _OUTPUTS = {"last_hidden_state", "logits"}
 """Fields of an output that have a value for each token. Fuyu's output class declares logits but holds hidden states."""
@@ -177,6 +182,7 @@ class PackedModel:
 
     num_ids: number of token ids that the model has embeddings for
     first_position: the position that the model gives to the first token of a sequence
+    batches: how hidden states are computed; packs: whether they are computed packed
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -187,15 +193,21 @@ class PackedModel:
         words = inspect.signature(self.base.forward).parameters
         self._takes_types = "token_type_ids" in words
         self._has_cache = "use_cache" in words
-        self.num_ids: int = cast(nn.Embedding, self.base.get_input_embeddings()).num_embeddings
+        self.num_ids: int = len(cast(nn.Embedding, self.base.get_input_embeddings()).weight)
         self.first_position = self._position_of_first()
         self._head, self._given = _head_of(model, self.base)
         self._reads: str | None = None
         self._caches: dict[int, tuple[Tensor, Tensor]] = {}
+        self._classifies = self._head is not None and type(model).__name__.endswith("ForSequenceClassification")
+        self._pads_whole = False
         with torch.inference_mode():
-            self.packs = self._try_packing()
-            if self._head is not None and type(model).__name__.endswith("ForSequenceClassification"):
-                self._reads = self._find_what_is_read()
+            self.batches = self._find_batches()
+            if self._classifies:
+                self._try_head()
+
+    @property
+    def packs(self) -> bool:
+        return self.batches == "packed"
 
     def fuse(self) -> int:
         """Compute layers by fewer kernels if this does not change the result. Returns how many layers are fused."""
@@ -233,18 +245,23 @@ class PackedModel:
 
     @property
     def reads_rows(self) -> bool:
-        """Whether the classification head is computed from packed sequences, and not by the whole model on padded ones."""
+        """Whether the classification head is computed from hidden states, and not by the whole model."""
         return self._reads is not None
 
     def hidden(self, inputs: PackedInputs) -> Tensor:
         """The last hidden states of all tokens -> (total, hidden_size)."""
-        return self._packed(inputs) if self.packs else self._padded(inputs)
+        match self.batches:
+            case "packed":
+                return self._packed(inputs)
+            case "padded":
+                return self._padded(inputs)
+            case "single":
+                return self._single(inputs)
 
     def label_logits(self, hidden: Tensor, inputs: PackedInputs) -> Tensor:
         """The logits of a head for sequence classification -> (sequences, labels). hidden: the result of `hidden(inputs)`"""
         if self._reads is None:
-            ids, mask, types = _pad(inputs)
-            return self._logits(self.model(input_ids=ids, attention_mask=mask, **self._words(types)))
+            return self._padded_logits(inputs) if self._pads_whole else self._single_logits(inputs)
         return self._read(_ROWS[self._reads](hidden, inputs), inputs.ids[inputs.last])
 
     def token_logits(self, hidden: Tensor) -> Iterator[tuple[int, Tensor]]:
@@ -308,6 +325,16 @@ class PackedModel:
         hidden: Tensor = self.base(input_ids=ids, attention_mask=mask, **self._words(types)).last_hidden_state
         return hidden[mask.bool()]
 
+    def _single(self, inputs: PackedInputs) -> Tensor:
+        return torch.cat([output.last_hidden_state[0] for output in self._alone(inputs)])
+
+    def _padded_logits(self, inputs: PackedInputs) -> Tensor:
+        ids, mask, types = _pad(inputs)
+        return self._logits(self.model(input_ids=ids, attention_mask=mask, **self._words(types)))
+
+    def _single_logits(self, inputs: PackedInputs) -> Tensor:
+        return torch.cat([self._logits(output) for output in self._alone(inputs, whole=True)])
+
     def _alone(self, inputs: PackedInputs, whole: bool = False) -> list[Any]:
         """The output of the transformer, or of the whole model, for each sequence by itself."""
         outputs = []
@@ -325,29 +352,39 @@ class PackedModel:
         ids = (size // 2 + np.arange(total) * 7 % max(size // 2, 1)).clip(max=size - 1)
         return PackedInputs.of(ids, None, [0, *accumulate(PROBE_LENGTHS)], self.device)
 
-    def _try_packing(self) -> bool:
+    def _find_batches(self) -> Batches:
         inputs = self._probe()
-        wanted = torch.cat([output.last_hidden_state[0] for output in self._alone(inputs)])
-        return self._agrees(lambda: self._packed(inputs), wanted)
+        try:
+            wanted = self._single(inputs)
+        except _TRIAL_ERRORS:
+            if not self._classifies:
+                raise
+            return "single"  # T5 needs tokens for its decoder, which only the whole model makes
+        if self._agrees(lambda: self._packed(inputs), wanted):
+            return "packed"
+        return "padded" if self._agrees(lambda: self._padded(inputs), wanted) else "single"
 
-    def _find_what_is_read(self) -> str | None:
-        """Which row of a sequence the head reads: a name in _ROWS, or None if it reads anything else."""
+    def _try_head(self) -> None:
+        """Find which row of a sequence the head reads, or if it reads anything else, whether the whole model can be padded."""
         inputs = self._probe()
-        wanted = torch.cat([self._logits(output) for output in self._alone(inputs, whole=True)])
-        hidden = self.hidden(inputs)
+        try:
+            wanted = self._single_logits(inputs)
+        except _TRIAL_ERRORS:
+            return  # BART's head reads the last token of the end, and these sequences have none
         for name, rows in _ROWS.items():
 
             def read(rows: Callable[[Tensor, PackedInputs], Tensor] = rows) -> Tensor:
-                return self._read(rows(hidden, inputs), inputs.ids[inputs.last])
+                return self._read(rows(self.hidden(inputs), inputs), inputs.ids[inputs.last])
 
             if self._agrees(read, wanted):
-                return name
-        return None
+                self._reads = name
+                return
+        self._pads_whole = self._agrees(lambda: self._padded_logits(inputs), wanted)
 
     def _agrees(self, compute: Callable[[], Tensor], wanted: Tensor) -> bool:
         try:
             found = compute()
-        except (RuntimeError, TypeError, ValueError, LookupError, AttributeError):
+        except _TRIAL_ERRORS:
             return False
         if found.shape != wanted.shape:
             return False

@@ -1,9 +1,11 @@
 """Packed sequences give what the model's own eager code gives for each of them alone, for every family and row."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
-from encoder_folders import FAMILIES, TEXTS, make_encoder, save_encoder, word_pieces
+from encoder_folders import FAMILIES, SIZES, TEXTS, VOCABULARY, make_encoder, save_encoder, word_pieces
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
 
 from fa_serve.hf.encoders.load import encoder_class
@@ -111,3 +113,45 @@ def test_the_row_that_a_head_reads_is_found(tmp_path, family: str, row: str, set
         padded = model.label_logits(torch.empty(0), inputs)
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(padded, wanted, rtol=1e-4, atol=1e-4)
+
+
+_HALVES = {f"{half}_{name}": value for half in ("encoder", "decoder") for name, value in (("layers", 1), ("ffn_dim", 48))}
+_HEADS = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "n_head": 4}
+_TOKENS = {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3, "decoder_start_token_id": 3}
+_WIDTHS = {"vocab_size": len(VOCABULARY), "d_model": 32, "d_inner": 48, "d_head": 8}
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "convbert": ("convbert", SIZES | {"embedding_size": 32}),
+    "fnet": ("fnet", SIZES),
+    "xlnet": ("xlnet", _WIDTHS | _HEADS | {"n_layer": 2}),
+    "funnel": ("funnel", _WIDTHS | _HEADS | {"block_sizes": [1, 1]}),
+    "ibert": ("ibert", SIZES | {"type_vocab_size": 1, "max_position_embeddings": 64}),
+    "t5": ("t5", FAMILIES["t5"][1] | _TOKENS | {"relative_attention_max_distance": 64}),
+    "bart": ("bart", _WIDTHS | _HEADS | _HALVES | _TOKENS),
+}
+"""Models whose results change with padding, or whose heads read no row of the transformer. All texts here end with token 3."""
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_scores_of_models_that_cannot_be_padded_are_those_of_each_text_alone(monkeypatch, family: str) -> None:
+    monkeypatch.setitem(FAMILIES, family, OTHERS[family])
+    own = make_encoder(family, "ForSequenceClassification", num_labels=3)
+    model = PackedModel(own)
+    assert not model.packs
+    ids = word_pieces()(list(TEXTS))["input_ids"]
+    inputs = inputs_of(ids)
+    with torch.inference_mode():
+        wanted = torch.cat([own(input_ids=torch.tensor([each])).logits for each in ids])
+        hidden = model.hidden(inputs) if model.reads_rows else torch.empty(0)
+        torch.testing.assert_close(model.label_logits(hidden, inputs), wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["convbert", "fnet", "ibert"])
+def test_vectors_of_models_that_cannot_be_padded_are_those_of_each_text_alone(monkeypatch, family: str) -> None:
+    monkeypatch.setitem(FAMILIES, family, OTHERS[family])
+    own = make_encoder(family)
+    model = PackedModel(own)
+    assert model.batches == ("padded" if family == "ibert" else "single")
+    ids = word_pieces()(list(TEXTS))["input_ids"]
+    with torch.inference_mode():
+        wanted = torch.cat([own(input_ids=torch.tensor([each])).last_hidden_state[0] for each in ids])
+        torch.testing.assert_close(model.hidden(inputs_of(ids)), wanted, rtol=1e-4, atol=1e-4)
