@@ -107,9 +107,9 @@ def recognise_task(path: str, given: str | None = None) -> str:
 
 def transformer_subfolder(path: str) -> str:
     """The subfolder that has the transformer: `0_Transformer` in folders of early sentence-transformers, else ""."""
-    for module in read_json(path, MODULES) or ():
-        if _kind(module) in _TRANSFORMERS:
-            return str(module.get("path", "")).strip("/")
+    for module in _modules(path, read_json(path, MODULES) or []):
+        if module.kind in _TRANSFORMERS:
+            return module.path
     return ""
 
 
@@ -120,7 +120,7 @@ def read_folder(path: str, task: EncoderTask) -> EncoderFolder:
     out.
     """
     listed = read_json(path, MODULES)
-    general = read_json(path, _GENERAL) or {}
+    general = _read_object(path, _GENERAL) or {}
     if listed is None:
         config = read_json(path, "config.json") or {}
         activation = _activation_of(general, config)
@@ -133,14 +133,14 @@ def read_folder(path: str, task: EncoderTask) -> EncoderFolder:
         if module.kind not in _KNOWN:
             rule = f"have only these modules after a Transformer: {', '.join(_KNOWN)}; {module.kind} is not supported"
             raise ParameterError("model", rule, path)
-    limits = [settings.get("max_seq_length")]
+    limits = [_limit(settings, "max_seq_length")]
     match task:
         case "embed":
             _check_order(path, found)
         case "token_embed":
             _check_late_interaction(path, general, settings)
             found = _modules_of_tokens(path, found, str(general.get("model_type")))
-            limits.append(settings.get("document_length") or general.get("document_length"))
+            limits.append(_limit(settings, "document_length") or _limit(general, "document_length"))
         case _:
             found = _only(path, found, task, ("SpladePooling",) if task == "sparse" else ()) or _default_modules(task, {})
     config = read_json(path, f"{subfolder}/config.json" if subfolder else "config.json") or {}
@@ -178,6 +178,14 @@ def read_json(path: str, name: str) -> Any:
         return json.loads(Path(file).read_bytes())
     except ValueError as error:
         raise OSError(f"the model's file {file} cannot be read: {error}") from None
+
+
+def _read_object(path: str, name: str) -> dict[str, Any] | None:
+    """As `read_json`. Raises OSError for a file that holds no JSON object."""
+    found = read_json(path, name)
+    if found is not None and not isinstance(found, dict):
+        raise OSError(f"the model's file {path}/{name} must hold a JSON object, got {type(found).__name__}")
+    return found
 
 
 def _check_late_interaction(path: str, general: dict[str, Any], settings: dict[str, Any]) -> None:
@@ -273,31 +281,58 @@ def _activation_of(general: dict[str, Any], config: dict[str, Any]) -> str | Non
 
 
 def _prompts(general: dict[str, Any]) -> dict[str, Any]:
-    return {"prompts": dict(general.get("prompts") or {}), "default_prompt": general.get("default_prompt_name")}
+    """The prompts and the name of the default one. Raises ParameterError for values that are no texts, and an unknown name."""
+    prompts = general.get("prompts") or {}
+    default = general.get("default_prompt_name")
+    if not isinstance(prompts, dict) or not all(isinstance(text, str | None) for text in prompts.values()):
+        raise ParameterError("model", f"have an object of texts as prompts in {_GENERAL}", prompts)
+    texts = {name: text or "" for name, text in prompts.items()}  # sentence-transformers writes null for no prompt
+    if default is not None and default not in texts:
+        known = ", ".join(texts) or "none"
+        raise ParameterError("model", f"name one of its prompts ({known}) as default_prompt_name in {_GENERAL}", default)
+    return {"prompts": texts, "default_prompt": default}
+
+
+def _limit(settings: dict[str, Any], name: str) -> int | None:
+    """A number of tokens in a folder's settings; None if they do not say it, or say 0."""
+    value = settings.get(name)
+    if not value:
+        return None
+    if type(value) is not int or value < 0:
+        raise ParameterError("model", f"have a positive integer or null as {name} in its settings", value)
+    return value
 
 
 def _kind(module: dict[str, Any]) -> str:
     return str(module.get("type", "")).rpartition(".")[2]
 
 
-def _modules(path: str, listed: list[dict[str, Any]]) -> list[EncoderModule]:
+def _modules(path: str, listed: Any) -> list[EncoderModule]:
+    """The modules that `modules.json` lists. Raises ParameterError for another form."""
+    if not isinstance(listed, list) or not all(isinstance(module, dict) for module in listed):
+        raise ParameterError("model", f"be a folder whose {MODULES} is a list of objects with a type and a path", path)
     found = []
     for module in listed:
         kind = _kind(module)
-        place = str(module.get("path", "")).strip("/")
+        place = _place(module)
         if kind in _TRANSFORMERS:
             found.append(EncoderModule(kind, place, _transformer_config(path, place)))
-        else:
-            found.append(EncoderModule(kind, place, read_json(path, f"{place}/config.json" if place else "config.json") or {}))
+            continue
+        config = _read_object(path, f"{place}/config.json" if place else "config.json")
+        found.append(EncoderModule(kind, place, config or {}))
     return found
+
+
+def _place(module: dict[str, Any]) -> str:
+    return str(module.get("path") or "").strip("/")
 
 
 def _transformer_config(path: str, subfolder: str) -> dict[str, Any]:
     """The settings that sentence-transformers keeps next to the transformer."""
     for name in _TRANSFORMER_CONFIGS:
-        config = read_json(path, f"{subfolder}/{name}" if subfolder else name)
+        config = _read_object(path, f"{subfolder}/{name}" if subfolder else name)
         if config is not None:
-            return dict(config)
+            return config
     return {}
 
 

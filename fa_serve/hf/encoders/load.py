@@ -29,7 +29,7 @@ from transformers import (
 
 from fa_serve.hf.adapter.models import NAME
 from fa_serve.hf.encoders.folder import EncoderFolder, EncoderTask
-from fa_serve.hf.encoders.modules import load_modules
+from fa_serve.hf.encoders.modules import check_sizes, load_modules
 from fa_serve.hf.encoders.packed import PackedModel
 from fa_serve.spec import ParameterError, UnsupportedModelError
 
@@ -61,8 +61,9 @@ class LoadedEncoder:
 def load_encoder(folder: EncoderFolder, *, dtype: str, device: torch.device, trust_remote_code: bool = False) -> LoadedEncoder:
     """Load what the folder asks for. fa_serve computes the attention if the model's attention can be replaced.
 
-    Raises ParameterError for a folder that fa_serve does not compute and for missing weights of the transformer or its head,
-    and OSError for missing weights of a module after it. Errors of transformers propagate.
+    Raises ParameterError for a folder that fa_serve does not compute, for missing weights of the transformer or its head, and
+    for weights of a module after it that do not fit, and OSError for a module without its files. Errors of transformers
+    propagate.
     """
     found = _load(folder, dtype, device, trust_remote_code)
     model = cast(PreTrainedModel, cast(nn.Module, found).to(device).eval().requires_grad_(False))
@@ -72,6 +73,8 @@ def load_encoder(folder: EncoderFolder, *, dtype: str, device: torch.device, tru
         log.warning("%s does not support packed sequences: its %s", type(model).__name__, how)
     labels = labels_of(model.config) if folder.task in ("score", "classify") else ()
     modules = load_modules(folder, model.dtype, device)
+    if folder.task in ("embed", "token_embed"):
+        check_sizes(modules, packed.base.config.hidden_size, folder.path)
     return LoadedEncoder(packed, modules, labels, _max_positions(packed))
 
 

@@ -32,6 +32,7 @@ _OLD_MODES = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
+_WITH_SETTINGS = ("Pooling", "Dense", "LayerNorm")
 _ACTIVATIONS = ("Identity", "Tanh", "ReLU", "GELU", "SiLU", "Sigmoid")
 
 
@@ -86,8 +87,8 @@ class DenseLayer(nn.Module):
 
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__()
-        size = config["in_features"]
-        out = config["out_features"]
+        size = positive_size(config, "in_features")
+        out = positive_size(config, "out_features")
         self.linear = nn.Linear(size, out, bias=config.get("bias", True))
         self.activation = activation_of(config.get("activation_function", "torch.nn.modules.activation.Tanh"))
         self.adds_input = bool(config.get("use_residual"))
@@ -111,16 +112,24 @@ class UnitLength(nn.Module):
 class LayerNormOfVector(nn.Module):
     def __init__(self, config: dict[str, Any]) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(config["dimension"])
+        self.norm = nn.LayerNorm(positive_size(config, "dimension"))
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.norm(x)
         return y
 
 
-def activation_of(name: str) -> nn.Module:
+def positive_size(config: dict[str, Any], name: str) -> int:
+    """A size in the config of a module. Raises ParameterError unless it is a positive integer."""
+    value = config.get(name)
+    if type(value) is not int or value < 1:
+        raise ParameterError("model", f"have a positive integer as {name} in the config of each Dense and LayerNorm", value)
+    return value
+
+
+def activation_of(name: Any) -> nn.Module:
     """An activation by the name of its class, as configs have it. Raises ParameterError for an unknown activation."""
-    last = name.rpartition(".")[2]
+    last = str(name).rpartition(".")[2]
     if last not in _ACTIVATIONS:
         raise ParameterError("model", f"have one of these activations: {', '.join(_ACTIVATIONS)}", name)
     return cast(nn.Module, getattr(nn, last)())
@@ -129,10 +138,16 @@ def activation_of(name: str) -> nn.Module:
 def load_modules(folder: EncoderFolder, dtype: torch.dtype, device: torch.device) -> list[nn.Module]:
     """The modules after the transformer, with their weights, except the pooling of a sparse encoder (`splade_weights`).
 
-    Raises ParameterError for unknown settings, and OSError for missing weights.
+    Raises ParameterError for unknown settings and for weights that do not fit them, and OSError for a module
+    without its weights or its config.
     """
     found: list[nn.Module] = []
     for module in folder.modules:
+        if module.path and module.kind in _WITH_SETTINGS and not module.config:
+            place = f"{folder.path}/{module.path}"
+            raise OSError(
+                f"the model's folder {place} must hold a config.json with settings, got none: copy all files of the model"
+            )
         match module.kind:
             case "Pooling":
                 found.append(TokenPooling(pooling_modes(module), module.config.get("include_prompt", True)))
@@ -150,7 +165,7 @@ def pooling_modes(module: EncoderModule) -> tuple[str, ...]:
     told = module.config.get("pooling_mode")
     if told is None:
         told = [mode for name, mode in _OLD_MODES.items() if module.config.get(name)] or ["mean"]
-    modes = (told,) if isinstance(told, str) else tuple(told)
+    modes = tuple(told) if isinstance(told, list) and told else (told,)
     for mode in modes:
         if mode not in POOLING_MODES:
             raise ParameterError("model", f"have one of these values of pooling_mode: {', '.join(POOLING_MODES)}", mode)
@@ -161,10 +176,43 @@ def _with_weights(layer: nn.Module, folder: EncoderFolder, module: EncoderModule
     for name in ("model.safetensors", "pytorch_model.bin"):
         file = cached_file(folder.path, f"{module.path}/{name}", _raise_exceptions_for_missing_entries=False)
         if file is not None:
-            weights = load_file(file) if name.endswith("safetensors") else torch.load(file, "cpu", weights_only=True)
+            try:
+                weights = load_file(file) if name.endswith("safetensors") else torch.load(file, "cpu", weights_only=True)
+            except Exception as error:  # the libraries have no common type for files that they cannot read
+                raise OSError(f"the model's file {file} cannot be read: {type(error).__name__}: {error}") from error
+            _check_weights(weights, layer, folder.path, module.path)
             layer.load_state_dict(weights)
             return layer
     raise OSError(f"the model's folder {folder.path}/{module.path} must hold weights, got none: copy all files of the model")
+
+
+def _check_weights(weights: Any, layer: nn.Module, path: str, place: str) -> None:
+    """Raise ParameterError unless these are the layer's weights. PyTorch would take the numbers of integers and of float8 as
+    they are, without their scales. path: the model's folder; place: the module's part of it"""
+    wanted = {name: tuple(tensor.shape) for name, tensor in layer.state_dict().items()}
+    found = {name: tuple(tensor.shape) for name, tensor in weights.items()} if isinstance(weights, dict) else {}
+    if found != wanted:
+        rule = f"have weights in {place} that fit the module's config, which asks for {wanted}; the file has {found}"
+        raise ParameterError("model", rule, path)
+    for name, tensor in weights.items():
+        if not tensor.is_floating_point() or tensor.dtype.itemsize == 1:
+            rule = f"have weights of 16, 32 or 64 bits in {place}, but {name} has the dtype {str(tensor.dtype)[6:]}"
+            raise ParameterError("model", rule, path)
+
+
+def check_sizes(modules: Sequence[nn.Module], hidden_size: int, path: str) -> None:
+    """Raise ParameterError unless each module takes vectors of the size that the previous one returns. path: of the model"""
+    size = hidden_size
+    for module in modules:
+        wanted = size
+        if isinstance(module, DenseLayer):
+            wanted = module.linear.in_features
+        elif isinstance(module, LayerNormOfVector):
+            wanted = module.norm.normalized_shape[0]
+        if wanted != size:
+            kind = "Dense" if isinstance(module, DenseLayer) else "LayerNorm"
+            raise ParameterError("model", f"have a {kind} for vectors of {size} numbers, but it takes {wanted}", path)
+        size = output_size([module], size)
 
 
 def pool(modules: Sequence[nn.Module], hidden: Tensor, inputs: PackedInputs, skipped: Integers | None = None) -> Tensor:

@@ -195,3 +195,47 @@ def test_settings_prompts_and_places_are_read(tmp_path) -> None:
 def test_the_pooling_of_a_folder_that_does_not_say_it(tmp_path, config, mode: str) -> None:
     write(tmp_path, "config.json", config)
     assert read_folder(str(tmp_path), "embed").modules == (EncoderModule("Pooling", "", {"pooling_mode": mode}),)
+
+
+@pytest.mark.parametrize("listed", ["[1]", '"a"', "7", '{"a": 1}'])
+def test_modules_that_are_no_list_of_objects_are_refused(tmp_path, listed: str) -> None:
+    path = save_encoder(tmp_path)
+    (path / "modules.json").write_text(listed)
+    with pytest.raises(ParameterError, match=r"whose modules\.json is a list of objects"):
+        read_folder(str(path), "embed")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "error", "message"),
+    [
+        (
+            "sentence_bert_config.json",
+            '{"max_seq_length": "48"}',
+            ParameterError,
+            "integer or null as max_seq_length .*, got '48'",
+        ),
+        ("sentence_bert_config.json", '{"max_seq_length": -1}', ParameterError, "integer or null as max_seq_length .*, got -1"),
+        ("sentence_bert_config.json", "[1]", OSError, "must hold a JSON object, got list"),
+        ("config_sentence_transformers.json", "[1]", OSError, "must hold a JSON object, got list"),
+        ("1_Pooling/config.json", "[1]", OSError, "must hold a JSON object, got list"),
+        ("config_sentence_transformers.json", '{"prompts": ["a"]}', ParameterError, "an object of texts as prompts"),
+        ("config_sentence_transformers.json", '{"prompts": {"a": 3}}', ParameterError, "an object of texts as prompts"),
+        (
+            "config_sentence_transformers.json",
+            '{"prompts": {"query": "a"}, "default_prompt_name": "b"}',
+            ParameterError,
+            r"one of its prompts \(query\) as default_prompt_name .*, got 'b'",
+        ),
+    ],
+)
+def test_settings_of_a_folder_that_cannot_be_used_are_refused(tmp_path, name: str, text: str, error, message: str) -> None:
+    path = save_encoder(tmp_path)
+    (path / name).write_text(text)
+    with pytest.raises(error, match=message):
+        read_folder(str(path), "embed")
+
+
+def test_a_prompt_that_is_null_is_no_prompt(tmp_path) -> None:
+    path = save_encoder(tmp_path, general={"prompts": {"query": "a", "document": None}, "default_prompt_name": "document"})
+    folder = read_folder(str(path), "embed")
+    assert (folder.prompts, folder.default_prompt) == ({"query": "a", "document": ""}, "document")

@@ -1,10 +1,12 @@
 """Pooling, dense layers, layer norms: the numbers of sentence-transformers, and plain formulas where it is not installed."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
 from encoder_folders import TEXTS, save_encoder
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from fa_serve.engine import Encoder, EngineConfig
 from fa_serve.hf.encoders.folder import EncoderFolder, EncoderModule, read_folder
@@ -97,7 +99,7 @@ def test_modules_without_their_weights_are_refused(tmp_path) -> None:
     with pytest.raises(OSError, match="2_Dense must hold weights"):
         load_modules(folder, torch.float32, CPU)
     save_file({"linear.weight": torch.zeros(4, 32)}, tmp_path / "2_Dense" / "model.safetensors")
-    with pytest.raises(RuntimeError, match=r"linear\.bias"):
+    with pytest.raises(ParameterError, match=r"linear\.bias"):
         load_modules(folder, torch.float32, CPU)
 
 
@@ -118,3 +120,63 @@ def test_modules_follow_each_other(packed) -> None:
     double.weight.data = 2 * torch.eye(6)
     found = pool([TokenPooling(["mean"], True), double], hidden, inputs)
     np.testing.assert_allclose(found.detach(), 2 * torch.stack([part.mean(0) for part in hidden.split(LENGTHS)]), rtol=1e-5)
+
+
+DENSE = [MEAN, ("Dense", {"in_features": 32, "out_features": 20}), ("LayerNorm", {"dimension": 20})]
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8, torch.int64, torch.bool])
+def test_weights_of_a_module_that_need_scales_are_refused(tmp_path, dtype: torch.dtype) -> None:
+    file = save_encoder(tmp_path, "bert", DENSE) / "2_Dense" / "model.safetensors"
+    weights = load_file(file)
+    save_file(weights | {"linear.weight": weights["linear.weight"].to(dtype)}, file)
+    with pytest.raises(ParameterError, match=f"bits in 2_Dense, but linear.weight has the dtype {str(dtype)[6:]}"):
+        Encoder(EngineConfig(model=tmp_path, device="cpu", dtype="float32"))
+
+
+@pytest.mark.parametrize("name", ["linear.weight", "linear.bias", "other"])
+def test_weights_of_a_module_that_do_not_fit_are_refused(tmp_path, name: str) -> None:
+    file = save_encoder(tmp_path, "bert", DENSE) / "2_Dense" / "model.safetensors"
+    weights = load_file(file)
+    save_file(weights | {name: torch.zeros(3)}, file)
+    with pytest.raises(
+        ParameterError, match=r"weights in 2_Dense that fit the module's config, which asks for .*; the file has"
+    ):
+        Encoder(EngineConfig(model=tmp_path, device="cpu", dtype="float32"))
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+def test_weights_of_a_module_that_cannot_be_read_are_refused(tmp_path, name: str) -> None:
+    folder = save_encoder(tmp_path, "bert", DENSE) / "2_Dense"
+    (folder / "model.safetensors").unlink()
+    (folder / name).write_bytes(b"junk")
+    with pytest.raises(OSError, match=rf"file .*2_Dense/{name} cannot be read: "):
+        Encoder(EngineConfig(model=tmp_path, device="cpu", dtype="float32"))
+
+
+@pytest.mark.parametrize(
+    ("place", "changes", "message"),
+    [
+        ("1_Pooling", {"pooling_mode": 3}, "pooling_mode: .*, got 3"),
+        ("1_Pooling", {"pooling_mode": []}, r"pooling_mode: .*, got \[\]"),
+        ("1_Pooling", {"pooling_mode": ["cls", "mean"]}, "Dense for vectors of 64 numbers, but it takes 32"),
+        ("2_Dense", {"in_features": "32"}, "a positive integer as in_features .*, got '32'"),
+        ("2_Dense", {"activation_function": None}, "one of these activations: .*, got None"),
+        ("3_LayerNorm", {"dimension": None}, "a positive integer as dimension .*, got None"),
+    ],
+)
+def test_settings_of_a_module_that_cannot_be_used_are_refused(tmp_path, place: str, changes: dict, message: str) -> None:
+    file = save_encoder(tmp_path, "bert", DENSE) / place / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    with pytest.raises(ParameterError, match=message):
+        Encoder(EngineConfig(model=tmp_path, device="cpu", dtype="float32"))
+
+
+@pytest.mark.parametrize("place", ["1_Pooling", "2_Dense", "3_LayerNorm"])
+def test_a_module_without_its_config_is_refused(tmp_path, place: str) -> None:
+    """A Pooling would have averaged the tokens, although the folder's mode may be another one."""
+    dense = ("Dense", {"in_features": 32, "out_features": 20})
+    path = save_encoder(tmp_path, "bert", [("Pooling", {"pooling_mode": "cls"}), dense, ("LayerNorm", {"dimension": 20})])
+    (path / place / "config.json").unlink()
+    with pytest.raises(OSError, match=rf"{place} must hold a config\.json with settings, got none: copy all files"):
+        load_modules(read_folder(str(path), "embed"), torch.float32, CPU)
