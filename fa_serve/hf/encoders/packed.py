@@ -195,6 +195,8 @@ class PackedModel:
         self._has_cache = "use_cache" in words
         self.num_ids: int = len(cast(nn.Embedding, self.base.get_input_embeddings()).weight)
         self.first_position = self._position_of_first()
+        self._padding = self.first_position - 1 if self.first_position else None
+        self._text_ends = False
         self._head, self._given = _head_of(model, self.base)
         self._reads: str | None = None
         self._caches: dict[int, tuple[Tensor, Tensor]] = {}
@@ -262,7 +264,7 @@ class PackedModel:
         """The logits of a head for sequence classification -> (sequences, labels). hidden: the result of `hidden(inputs)`"""
         if self._reads is None:
             return self._padded_logits(inputs) if self._pads_whole else self._single_logits(inputs)
-        return self._read(_ROWS[self._reads](hidden, inputs), inputs.ids[inputs.last])
+        return self._read(*self._rows_of(hidden, inputs))
 
     def token_logits(self, hidden: Tensor) -> Iterator[tuple[int, Tensor]]:
         """The logits of a head for masked words: (first row, (rows, vocabulary)), a few rows at a time."""
@@ -285,7 +287,7 @@ class PackedModel:
 
     def _packed(self, inputs: PackedInputs, **more: Any) -> Tensor:
         ids = inputs.ids[None]
-        positions = inputs.positions[None] + self.first_position
+        positions = self._positions(inputs)[None]
         longest = max(inputs.lengths)
         if self._caches:
             output = self._step(ids, positions, inputs.cu_seqlens, longest)
@@ -302,6 +304,17 @@ class PackedModel:
             )
         hidden: Tensor = output.last_hidden_state[0]
         return hidden
+
+    def _positions(self, inputs: PackedInputs) -> Tensor:
+        """(total,) int64: the position of each token, as the model counts. Models like fairseq's count no padding tokens, which
+        a text can contain as well, and give all of them the position before the first."""
+        if self._padding is None:
+            return inputs.positions + self.first_position
+        counts = inputs.ids != self._padding
+        total = counts.cumsum(0)
+        firsts = torch.arange(len(total), device=total.device) - inputs.positions
+        before = (total - counts.long())[firsts]
+        return (total - before) * counts + self.first_position - 1
 
     def _step(self, ids: Tensor, positions: Tensor, cu_seqlens: Tensor, longest: int) -> Any:
         """The output of a decoder with fused layers: a step of new sequences, whose tokens are not cached."""
@@ -378,8 +391,37 @@ class PackedModel:
 
             if self._agrees(read, wanted):
                 self._reads = name
+                self._text_ends = name == "last" and self._skips_padding()
                 return
         self._pads_whole = self._agrees(lambda: self._padded_logits(inputs), wanted)
+
+    def _skips_padding(self) -> bool:
+        """Whether a head that reads the last token passes over padding tokens at the end, as those of transformers do."""
+        padding = self._id_of_padding()
+        if padding is None:
+            return False
+        inputs = self._probe()
+        inputs.ids[-2:] = padding
+        try:
+            wanted = self._single_logits(inputs)
+        except _TRIAL_ERRORS:
+            return False
+        last = inputs.last - torch.tensor([0, 2], device=inputs.last.device)
+        return self._agrees(lambda: self._read(self.hidden(inputs)[last], inputs.ids[last]), wanted)
+
+    def _id_of_padding(self) -> int | None:
+        padding = getattr(self.base.config, "pad_token_id", None)
+        return padding if isinstance(padding, int) and 0 <= padding < self.num_ids else None
+
+    def _rows_of(self, hidden: Tensor, inputs: PackedInputs) -> tuple[Tensor, Tensor]:
+        """What the head reads of each sequence -> (sequences, hidden_size), and (sequences,) an id that is no padding."""
+        assert self._reads is not None
+        if not self._text_ends:
+            return _ROWS[self._reads](hidden, inputs), inputs.ids[inputs.last]
+        indices = torch.arange(len(inputs.ids), device=inputs.ids.device)
+        ends = torch.where(inputs.ids != self._id_of_padding(), indices, 0)
+        last = torch.maximum(ends.cummax(0).values[inputs.last], inputs.first)  # the first one of a sequence of padding
+        return hidden[last], inputs.ids[last]
 
     def _agrees(self, compute: Callable[[], Tensor], wanted: Tensor) -> bool:
         try:

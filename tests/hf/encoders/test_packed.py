@@ -155,3 +155,29 @@ def test_vectors_of_models_that_cannot_be_padded_are_those_of_each_text_alone(mo
     with torch.inference_mode():
         wanted = torch.cat([own(input_ids=torch.tensor([each])).last_hidden_state[0] for each in ids])
         torch.testing.assert_close(model.hidden(inputs_of(ids)), wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["roberta", "xlm-roberta"])
+def test_a_padding_token_in_a_text_has_the_position_that_the_model_gives_it(family: str) -> None:
+    """RoBERTa counts no padding tokens."""
+    own = make_encoder(family)
+    model = PackedModel(AutoModel.from_config(own.config, attn_implementation="fa_serve").eval())
+    model.base.load_state_dict(own.state_dict())
+    assert model.packs
+    ids = [[2, 7, 0, 8, 0, 0, 9, 3], [0, 0], [2, 8, 3], [0, 7, 8, 0]]
+    with torch.inference_mode():
+        wanted = torch.cat([own(input_ids=torch.tensor([each])).last_hidden_state[0] for each in ids])
+        torch.testing.assert_close(model.hidden(inputs_of(ids)), wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("family", "padding"), [("qwen3", 0), ("qwen3", 3), ("qwen3", None), ("gemma3-causal", 3)])
+def test_a_head_that_passes_over_padding_reads_the_last_other_token(family: str, padding: int | None) -> None:
+    """Many decoders have the same token for padding and for the end of a text."""
+    own = make_encoder(family, "ForSequenceClassification", num_labels=3, pad_token_id=padding)
+    model = PackedModel(own)
+    assert model._reads == (None if padding is None else "last")  # transformers takes no batch without a padding token
+    ids = [[2, 7, 9, 8, 3], [2, 7, 0, 0], [3, 3, 3], [0, 0], [2, 8, 11], [2, 3, 7, 0, 3]]
+    inputs = inputs_of(ids)
+    with torch.inference_mode():
+        wanted = torch.cat([own(input_ids=torch.tensor([each])).logits for each in ids])
+        torch.testing.assert_close(model.label_logits(model.hidden(inputs), inputs), wanted, rtol=1e-4, atol=1e-4)
