@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 CONFIG = "config.json"
+MODULES = "modules.json"
+"""In a folder of sentence-transformers. Its Transformer may be in a subfolder, which then has the config."""
 GENERATION_CONFIG = "generation_config.json"
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 ADAPTER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:@+-]{0,127}")
@@ -66,7 +68,7 @@ def find_wrong_model(model: str | Path | None, revision: str | None = None) -> W
     model: None is the embedded model
     """
     folder = model is not None and Path(model).is_dir()
-    if model is not None and folder and not (Path(model) / CONFIG).is_file():
+    if model is not None and folder and not any((Path(model) / name).is_file() for name in (CONFIG, MODULES)):
         return Wrong("model", f"be a folder with a {CONFIG}, as transformers saves a model", str(model))
     if model is not None and not folder and not is_hub_name(str(model)):
         return Wrong("model", "be a hub name, such as Qwen/Qwen3-0.6B, or an existing folder", str(model))

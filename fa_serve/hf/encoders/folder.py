@@ -19,12 +19,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils.hub import cached_file
 
 from fa_serve.hf.model_location import find_model
+from fa_serve.named_files import MODULES
 from fa_serve.spec import ParameterError
 
 EncoderTask = Literal["embed", "token_embed", "sparse", "score", "classify"]
 """What an encoder answers with: one vector, a vector for each token, word weights, the score of a pair, or classes."""
 TASKS: tuple[str, ...] = ("generate", *get_args(EncoderTask))
-MODULES = "modules.json"
 _TRANSFORMERS = ("Transformer", "MLMTransformer")
 _SKIPPED = ("Dropout",)
 _KNOWN = ("Pooling", "Dense", "LayerNorm", "Normalize", "SpladePooling", "MultiVectorMask")
