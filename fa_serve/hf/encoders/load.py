@@ -12,6 +12,7 @@ import copy
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
@@ -26,11 +27,13 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.utils.hub import cached_file
 
 from fa_serve.hf.adapter.models import NAME
 from fa_serve.hf.encoders.folder import EncoderFolder, EncoderTask
 from fa_serve.hf.encoders.modules import check_sizes, load_modules
 from fa_serve.hf.encoders.packed import PackedModel
+from fa_serve.hf.weights.float_files import check_float_files
 from fa_serve.spec import ParameterError, UnsupportedModelError
 
 log = logging.getLogger("fa_serve.engine")
@@ -61,9 +64,9 @@ class LoadedEncoder:
 def load_encoder(folder: EncoderFolder, *, dtype: str, device: torch.device, trust_remote_code: bool = False) -> LoadedEncoder:
     """Load what the folder asks for. fa_serve computes the attention if the model's attention can be replaced.
 
-    Raises ParameterError for a folder that fa_serve does not compute, for missing weights of the transformer or its head, and
-    for weights of a module after it that do not fit, and OSError for a module without its files. Errors of transformers
-    propagate.
+    Raises ParameterError for a folder that fa_serve does not compute, for weights of the transformer or its head that are
+    missing or quantised without a quantization_config, and for weights of a module after it that do not fit, and OSError for a
+    module without its files. Errors of transformers propagate.
     """
     found = _load(folder, dtype, device, trust_remote_code)
     model = cast(PreTrainedModel, cast(nn.Module, found).to(device).eval().requires_grad_(False))
@@ -88,6 +91,9 @@ def _load(folder: EncoderFolder, dtype: str, device: torch.device, trust_remote_
         own = {} if attention is None else {"attn_implementation": attention}
         model, report = kind.from_pretrained(folder.path, config=config, dtype=dtype, output_loading_info=True, **own, **words)
         _require_head(folder, report)
+        if getattr(config, "quantization_config", None) is None:
+            place = f"{folder.subfolder}/config.json" if folder.subfolder else "config.json"
+            check_float_files(Path(str(cached_file(folder.path, place))).parent, model)
         loaded: PreTrainedModel = model
         return loaded
 

@@ -416,10 +416,11 @@ class PackedModel:
     def _rows_of(self, hidden: Tensor, inputs: PackedInputs) -> tuple[Tensor, Tensor]:
         """What the head reads of each sequence -> (sequences, hidden_size), and (sequences,) an id that is no padding."""
         assert self._reads is not None
-        if not self._text_ends:
+        padding = self._id_of_padding()
+        if not self._text_ends or padding is None:
             return _ROWS[self._reads](hidden, inputs), inputs.ids[inputs.last]
         indices = torch.arange(len(inputs.ids), device=inputs.ids.device)
-        ends = torch.where(inputs.ids != self._id_of_padding(), indices, 0)
+        ends = torch.where(inputs.ids != padding, indices, 0)
         last = torch.maximum(ends.cummax(0).values[inputs.last], inputs.first)  # the first one of a sequence of padding
         return hidden[last], inputs.ids[last]
 

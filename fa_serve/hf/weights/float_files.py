@@ -43,7 +43,8 @@ def check_float_files(folder: Path, model: nn.Module) -> None:
     prefix = getattr(model, "base_model_prefix", "")
     for key, dtype in _dtypes(folder):
         of_expert = re.fullmatch(r"(.*\.experts)\.\d+\.\w+\.weight", key)
-        is_plain = key in plain or f"{prefix}.{key}" in plain or (of_expert is not None and of_expert[1] in experts)
+        forms = (key, f"{prefix}.{key}", key.removeprefix(f"{prefix}."))  # a head may be left out of the files, or of the model
+        is_plain = not plain.isdisjoint(forms) or (of_expert is not None and of_expert[1] in experts)
         if is_plain and dtype not in PLAIN:
             raise ParameterError(key, RULE, dtype)
 

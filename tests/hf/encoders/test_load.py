@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from encoder_folders import save_encoder
+from safetensors.torch import load_file, save_file
 
 from fa_serve.hf.encoders.folder import read_folder
 from fa_serve.hf.encoders.load import load_encoder
@@ -51,3 +52,23 @@ def test_labels_are_in_the_order_of_logits(tmp_path) -> None:
     path = save_encoder(tmp_path, "bert", None, head="ForSequenceClassification", id2label=names, label2id={})
     loaded = load_encoder(read_folder(str(path), "classify"), dtype="float32", device=CPU)
     assert loaded.labels == ("a", "b", "c")
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+@pytest.mark.parametrize(
+    ("subfolder", "head", "task", "name"),
+    [
+        ("", "Model", "embed", "encoder.layer.0.attention.self.query.weight"),
+        ("0_Transformer", "Model", "embed", "encoder.layer.0.attention.self.query.weight"),
+        ("", "ForMaskedLM", "embed", "bert.encoder.layer.0.attention.self.query.weight"),
+        ("", "ForSequenceClassification", "classify", "classifier.weight"),
+    ],
+)
+def test_quantised_numbers_without_a_format_are_refused(tmp_path, dtype, subfolder: str, head: str, task, name: str) -> None:
+    """transformers would take them without their scales."""
+    path = save_encoder(tmp_path, "bert", None if head != "Model" else (("Pooling", {}),), head=head, subfolder=subfolder)
+    file = path / subfolder / "model.safetensors"
+    weights = load_file(file)
+    save_file(weights | {name: weights[name].to(dtype)}, file, metadata={"format": "pt"})
+    with pytest.raises(ParameterError, match=rf"{name} must have floats of 16 or more bits"):
+        load_encoder(read_folder(str(path), task), dtype="float32", device=CPU)
