@@ -25,7 +25,7 @@ import typer
 from typer.core import TyperCommand
 
 from fa_serve.environment import PREFIX
-from fa_serve.server.settings import SECRETS, Settings, counts_bytes, shown_default
+from fa_serve.server.settings import SECRETS, Settings, counts_bytes, load, shown_default
 
 FLAG = re.compile(r"--[a-z][a-z0-9-]*")
 HELD = "\ue000"
@@ -153,22 +153,41 @@ class EngineCommand(PlainHelp):
     def _require_one_name(self, ctx: Any, args: list[str]) -> None:
         """End the command if NAMES is given several words. The second word may be MODEL, unless MODEL is given elsewhere.
 
-        With FA_SERVE_MODEL in the environment, the second word may be meant as another name, as in vLLM. It would take the
-        place of that model.
+        With a model in the environment or in the settings file, the second word may be meant as another name, as in vLLM. It
+        would take the place of that model.
         """
         if NAMES not in args:
             return
         behind = args[args.index(NAMES) + 1 :]
         names = list(takewhile(lambda argument: not argument.startswith("-"), behind))
-        if len(names) > 1 and self.make_parser(ctx).parse_args(args=[*args])[1]:  # words that no parameter takes
+        if len(names) < 2:
+            return
+        options, superfluous, _ = self.make_parser(ctx).parse_args(args=[*args])
+        if superfluous:
             given = " ".join(names)
             ctx.fail(f"{NAMES} takes one name, got {given}. Use {NAMES} {names[0]}, and let clients ask for that name")
-        model = os.environ.get(f"{PREFIX}MODEL")
-        if len(names) > 1 and model and names[1] != model:
+        model, source = _model_elsewhere(options.get("config"))
+        if model and names[1] != model:
             ctx.fail(
-                f"{NAMES} takes one name, and {names[1]} behind it would take the place of {PREFIX}MODEL={model}. Leave "
+                f"{NAMES} takes one name, and {names[1]} behind it would take the place of {source}. Leave "
                 f"{names[1]} out, or begin with it if it is the model: fa-serve {ctx.info_name} {names[1]} {NAMES} {names[0]}"
             )
+
+
+def _model_elsewhere(file: str | None) -> tuple[str | None, str]:
+    """The model that the environment or the settings file gives, and the words for where it is given.
+
+    file: what --config gives, in place of FA_SERVE_CONFIG
+    """
+    file = file or os.environ.get(f"{PREFIX}CONFIG")
+    model = os.environ.get(f"{PREFIX}MODEL")
+    if model or not file:
+        return model, f"{PREFIX}MODEL={model}"
+    try:
+        model = load({}, Path(file)).model
+    except (ValueError, OSError):
+        return None, ""  # the command reports them when it reads its settings
+    return model, f"the model {model} of {file}"
 
 
 def _undivided(text: str) -> str:

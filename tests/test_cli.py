@@ -204,6 +204,26 @@ def test_a_second_name_does_not_take_the_place_of_the_environments_model(command
     assert f"fa-serve {command} b --served-model-name a" in result.stderr
 
 
+@pytest.mark.parametrize("command", ["serve", "ray", "warm"])
+@pytest.mark.parametrize("by_flag", [True, False], ids=["flag", "environment"])
+def test_a_second_name_does_not_take_the_place_of_the_files_model(command, by_flag, tmp_path):
+    file = tmp_path / "fa-serve.toml"
+    file.write_text('model = "org/model"')
+    flags, environment = (("--config", str(file)), {}) if by_flag else ((), {"FA_SERVE_CONFIG": str(file)})
+    result = run(command, *flags, "--served-model-name", "a", "b", **environment)
+    assert result.exit_code == 2
+    assert f"b behind it would take the place of the model org/model of {file}. Leave b out" in result.stderr
+
+
+def test_a_file_without_a_model_lets_it_stand_behind_its_name(monkeypatch, tmp_path):
+    file = tmp_path / "fa-serve.toml"
+    file.write_text("eager = true")
+    settings = given("--served-model-name", "a", "org/model", monkeypatch=monkeypatch, FA_SERVE_CONFIG=str(file))
+    assert (settings.served_model_name, settings.model, settings.eager) == ("a", "org/model", True)
+    result = run("serve", "--served-model-name", "a", "b", FA_SERVE_CONFIG=str(tmp_path / "none.toml"))
+    assert "config must be an existing TOML or YAML file" in result.stderr
+
+
 def test_a_model_before_its_name_replaces_the_environments(monkeypatch):
     for arguments in (("b", "--served-model-name", "a"), ("--served-model-name", "a", "--eager", "b")):
         settings = given(*arguments, monkeypatch=monkeypatch, FA_SERVE_MODEL="org/model")

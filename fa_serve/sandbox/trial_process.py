@@ -52,13 +52,19 @@ PR_SET_PDEATHSIG = 1
 def serve(control: socket.socket) -> None:
     """Fork a child for each socket that arrives, until the parent closes its end."""
     with control.makefile("rb") as lines:
-        start = json.loads(lines.readline())
+        line = lines.readline()
+    if not line:
+        return  # the parent has ended
+    start = json.loads(line)
     work = _load(start["module"]).prepare(start["given"])
     gc.collect()
     gc.freeze()  # a garbage collection in a child would visit, and so copy, all that was loaded here
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children are reaped by the kernel
     spare = _fork_spare(work, start, control)
-    control.sendall(b"r")
+    try:
+        control.sendall(b"r")
+    except OSError:
+        return  # the parent has ended while the work was loaded
     while True:
         data, files = _receive_files(control)
         if not data:

@@ -113,8 +113,11 @@ def for_completion(
         if entry is None:
             top.append(None)
             continue
-        reported = [*entry.top[:count], (entry.token_id, entry.logprob)]
-        top.append({name(token): max(value, LOWEST) for token, value in reported})
+        reported: dict[str, float] = {}
+        for token, value in entry.top[:count]:
+            reported.setdefault(name(token), max(value, LOWEST))  # the most likely one of several tokens with the same text
+        reported[name(entry.token_id)] = max(entry.logprob, LOWEST)
+        top.append(reported)
     return {"text_offset": places, "token_logprobs": values, "tokens": tokens, "top_logprobs": top}
 
 

@@ -8,6 +8,9 @@ import json
 import os
 import platform
 import signal
+import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -21,6 +24,7 @@ from tiny_models import VOCAB, make_tokenizer
 from trial_children import children_of, started
 
 from fa_serve.engine.structured import grammar_process
+from fa_serve.sandbox import trial_process
 from fa_serve.sandbox import trials as module
 from fa_serve.sandbox.trials import Cancelled, TrialError, TrialLimits, TrialProcessError, Trials, memory_settings
 
@@ -304,6 +308,22 @@ def test_the_child_of_the_next_trial_waits_for_it(tmp_path: Path) -> None:
         assert trials._process.pid == process
     finally:
         trials.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("told", [True, False], ids=["while-loading", "before"])
+def test_a_process_whose_parent_ends_at_the_start_ends_quietly(tmp_path: Path, told: bool) -> None:
+    """As when the engine's process is killed: the log has no error of its child."""
+    work = tmp_path / "work.py"
+    work.write_text(WHO)
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        command = [sys.executable, trial_process.__file__, str(theirs.fileno())]
+        if told:
+            ours.sendall(Trials(str(work), {}, TrialLimits("end", 20.0, 64 << 20, "test"))._start_line)
+        ours.close()
+        done = subprocess.run(command, pass_fds=[theirs.fileno()], capture_output=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 FAULTS = """

@@ -21,12 +21,16 @@ import torch
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
 
+from fa_serve.hf.surgery.quantised.linear import TOP_K
 from fa_serve.hf.weights.expert_files import check_experts_agree
+from fa_serve.named_files import ADAPTER_FILES
 from fa_serve.spec import ParameterError
 
 FEW_LAYERS = 256
 """With this many layers or fewer, the files are not opened to count their tensors."""
 MAX_REASON = 200  # characters of another library's error
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""Names that configs use for the number of experts that are chosen from."""
 
 
 def find_model_folder(path: str) -> Path | None:
@@ -75,6 +79,17 @@ def require_tensors_for_layers(path: str, known: Any) -> None:
         raise ParameterError("num_hidden_layers", rule, layers)
 
 
+def require_enough_experts(known: Any) -> None:
+    """Raise ParameterError if a config chooses more experts for a token than there are, which no forward can compute."""
+    config = known.get_text_config()
+    counts = [getattr(config, name, None) for name in EXPERT_COUNTS]
+    most = max((count for count in counts if isinstance(count, int)), default=0)
+    for name in TOP_K:
+        chosen = getattr(config, name, None)
+        if isinstance(chosen, int) and most > 0 and not 0 <= chosen <= most:
+            raise ParameterError(name, f"be between 0 and {most}, the number of experts in the model's config.json", chosen)
+
+
 def require_readable_config(path: str, name: str) -> None:
     """Raise OSError for a file of a model that must hold a JSON object, if it exists and does not.
 
@@ -90,6 +105,24 @@ def require_readable_config(path: str, name: str) -> None:
         raise OSError(f"the model's file {file} cannot be read: {type(error).__name__}: {error}") from error
     if not isinstance(found, dict):
         raise OSError(f"the model's file {file} must hold a JSON object, got {type(found).__name__}")
+
+
+def name_bad_adapter(path: str, error: Exception) -> None:
+    """Raise OSError for a model's folder with an adapter_config.json that describes no adapter.
+
+    If peft is installed, transformers loads the adapter into the model, and the errors that follow name neither.
+    """
+    settings, weights = (Path(path) / name for name in ADAPTER_FILES)
+    if not settings.is_file():
+        return
+    found = json.loads(settings.read_bytes())  # `name_bad_file` has named files that are not JSON
+    if isinstance(found, dict) and "peft_type" in found and weights.is_file():
+        return
+    raise OSError(
+        f"the model's folder {path} has the file {settings.name}, so transformers loads an adapter into the model, but the "
+        f"file must be a JSON object with a peft_type, and {weights.name} must be beside it. Remove the file, or serve the "
+        "adapter from another folder by --lora NAME=FOLDER"
+    ) from error
 
 
 def name_bad_experts(path: str, error: Exception) -> None:
@@ -119,9 +152,21 @@ def _unreadable(file: Path) -> str | None:
             with safe_open(file, framework="pt"):
                 return None
         if file.suffix == ".json":
-            json.loads(file.read_bytes())
-        elif file.match("pytorch_model*.bin") and not is_zipfile(file):
+            found = json.loads(file.read_bytes())
+            return _wrong_index(found) if file.name.endswith(".index.json") else None
+        if file.match("pytorch_model*.bin") and not is_zipfile(file):
             torch.load(file, map_location="meta", weights_only=True)  # the format before 2020
     except Exception as error:
         return f"{type(error).__name__}: {error} ({file.stat().st_size if file.exists() else 0} bytes)"
+    return None
+
+
+def _wrong_index(found: Any) -> str | None:
+    """Why an index of weights cannot be used by transformers; None if it can."""
+    index = found if isinstance(found, dict) else {}
+    names = index.get("weight_map")
+    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+        return "it must hold a JSON object with a weight_map, which gives the name of the file of each weight"
+    if not isinstance(index.get("metadata"), dict):
+        return "it must hold a JSON object with metadata, as transformers writes it"
     return None

@@ -41,10 +41,12 @@ from fa_serve.engine.speculation.draft_model import DraftModel
 from fa_serve.engine.speculation.drafts import Drafter, NgramDrafter, Speculation
 from fa_serve.engine.start.bad_files import (
     find_model_folder,
+    name_bad_adapter,
     name_bad_experts,
     name_bad_file,
     name_bad_folder,
     require_any_file,
+    require_enough_experts,
     require_readable_config,
     require_tensors_for_layers,
 )
@@ -70,6 +72,7 @@ from fa_serve.hf.model_location import TOKENIZER_FILES, WEIGHT_FILES, find_model
 from fa_serve.hf.surgery.quantised.linear import check_report, finish_weights, quantized_elsewhere, with_quantized_linears
 from fa_serve.hf.weights.float_files import check_float_files
 from fa_serve.hf.weights.progress import weights_counted
+from fa_serve.named_files import GENERATION_CONFIG
 from fa_serve.spec import ParameterError, UnsupportedModelError
 
 log = logging.getLogger("fa_serve.engine")
@@ -290,6 +293,18 @@ def load_generation_config(setting: str | Path) -> GenerationConfig | None:
         raise ParameterError("generation_config", rule, str(setting)) from None
 
 
+def _name_bad_generation_config(path: str, error: Exception) -> None:
+    """Raise OSError for a generation_config.json with a value that transformers refuses: its error does not name the file."""
+    folder = find_model_folder(path)
+    if folder is None or not (folder / GENERATION_CONFIG).is_file():
+        return
+    try:
+        GenerationConfig.from_pretrained(str(folder))
+    except Exception as reason:  # whatever a value can cause
+        message = f"the model's file {folder / GENERATION_CONFIG} has a value that transformers refuses: {reason}"
+        raise OSError(message) from error
+
+
 def _require_length(config: EngineConfig) -> None:
     """Raise ParameterError for a length that the model's config does not allow. Errors in the config are left to loading."""
     if config.max_model_len is None:
@@ -336,6 +351,7 @@ def load_model(config: EngineConfig, ranks: Ranks | None = None) -> PreTrainedMo
         try:
             known = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
             require_tensors_for_layers(path, known)
+            require_enough_experts(known)
             require_readable_config(path, "generation_config.json")
             auto = _auto_class_of(known)
             loaded: Any = make_served(
@@ -357,6 +373,8 @@ def load_model(config: EngineConfig, ranks: Ranks | None = None) -> PreTrainedMo
             name_bad_file(path, error)
             if isinstance(error, OSError):
                 require_any_file(path, WEIGHT_FILES, "weights", error)
+            _name_bad_generation_config(path, error)
+            name_bad_adapter(path, error)
             name_bad_experts(path, error)
             name_bad_folder(path, error)
             raise

@@ -13,9 +13,11 @@ from safetensors.torch import save_file
 from fa_serve.engine.start.bad_files import (
     FEW_LAYERS,
     find_model_folder,
+    name_bad_adapter,
     name_bad_file,
     name_bad_folder,
     require_any_file,
+    require_enough_experts,
     require_readable_config,
     require_tensors_for_layers,
 )
@@ -81,3 +83,49 @@ def test_a_config_has_no_more_layers_than_there_are_tensors(tmp_path: Path) -> N
     require_tensors_for_layers(str(tmp_path), config(FEW_LAYERS))
     with pytest.raises(ParameterError, match=r"num_hidden_layers must be at most the number of tensors in the files of .*, 1"):
         require_tensors_for_layers(str(tmp_path), config(FEW_LAYERS + 1))
+
+
+@pytest.mark.parametrize("count", ["num_experts", "num_local_experts", "n_routed_experts"])
+def test_a_config_chooses_no_more_experts_than_there_are(count: str) -> None:
+    def config(**fields: object) -> SimpleNamespace:
+        return SimpleNamespace(get_text_config=lambda: SimpleNamespace(**fields))
+
+    for chosen in (0, 6, None):
+        require_enough_experts(config(**{count: 6, "num_experts_per_tok": chosen}))
+    for without in (0, None):
+        require_enough_experts(config(**{count: without, "num_experts_per_tok": 8}))
+    for chosen in (7, -1):
+        with pytest.raises(ParameterError, match="num_experts_per_tok must be between 0 and 6, the number of experts in"):
+            require_enough_experts(config(**{count: 6, "num_experts_per_tok": chosen}))
+
+
+@pytest.mark.parametrize("content", ["{}", "[]", '{"peft_type": "LORA"}'])
+def test_an_adapter_beside_the_model_that_is_none_is_named(tmp_path: Path, content: str) -> None:
+    name_bad_adapter(str(tmp_path), ERROR)
+    (tmp_path / "adapter_config.json").write_text(content)
+    with pytest.raises(
+        OSError, match=r"has the file adapter_config.json, so transformers loads an adapter into the model, but"
+    ):
+        name_bad_adapter(str(tmp_path), ERROR)
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    (tmp_path / "adapter_model.safetensors").touch()
+    name_bad_adapter(str(tmp_path), ERROR)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("{}", "with a weight_map"),
+        ("[]", "with a weight_map"),
+        ('{"weight_map": []}', "with a weight_map"),
+        ('{"metadata": {}, "weight_map": {"a": 3}}', "with a weight_map"),
+        ('{"weight_map": {"a": "a.safetensors"}}', "with metadata"),
+    ],
+)
+def test_an_index_that_names_no_files_is_named(tmp_path: Path, content: str, reason: str) -> None:
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text('{"metadata": {}, "weight_map": {"a": "a.safetensors"}}')
+    name_bad_file(str(tmp_path), ERROR)
+    index.write_text(content)
+    with pytest.raises(OSError, match=f"the model's file {index} cannot be read: it must hold a JSON object {reason}"):
+        name_bad_file(str(tmp_path), ERROR)

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from tiny_models import make_model
 
 from fa_serve.demo import model_path
 from fa_serve.engine import Engine, EngineConfig
@@ -91,6 +92,33 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, name) -> None:
     config = EngineConfig(model=tmp_path / "model", device="cpu")
     with pytest.raises(OSError, match=str(file)):
         (load_tokenizer if name == "tokenizer.json" else load_model)(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("generation_config.json", '{"max_new_tokens": 0}', "transformers refuses: `max_new_tokens` must be greater than 0"),
+        ("adapter_config.json", "{}", "must be a JSON object with a peft_type"),
+        ("model.safetensors.index.json", "{}", "must hold a JSON object with a weight_map"),
+    ],
+)
+def test_a_file_with_a_useless_value_is_named(tmp_path, name, content, message) -> None:
+    if name.startswith("adapter"):
+        pytest.importorskip("peft")  # without it, transformers does not read this file
+    shutil.copytree(model_path(), tmp_path / "model")
+    (tmp_path / "model" / name).write_text(content)
+    if "index" in name:
+        (tmp_path / "model" / "model.safetensors").rename(tmp_path / "model" / "model-00001-of-00001.safetensors")
+    with pytest.raises(OSError, match=f"{name}.* {message}"):
+        load_model(EngineConfig(model=tmp_path / "model", device="cpu"))
+
+
+def test_more_experts_for_a_token_than_there_are(tmp_path) -> None:
+    make_model("qwen3-moe").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_experts_per_tok": 7}))
+    with pytest.raises(ParameterError, match="num_experts_per_tok must be between 0 and 6, the number of experts"):
+        load_model(EngineConfig(model=tmp_path, device="cpu"))
 
 
 def test_an_error_that_is_not_a_files_stays_as_it_is(tmp_path) -> None:

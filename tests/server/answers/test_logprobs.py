@@ -94,6 +94,15 @@ def test_for_completion(texts: TokenTexts) -> None:
     assert offsets.of(b"") == 14
 
 
+def test_the_most_likely_of_several_tokens_with_one_text_is_reported(texts: TokenTexts) -> None:
+    """Parts of characters all have the same text. The actual token has the value of token_logprobs."""
+    top = [(2, -0.25), (0, -1.5), (3, -2.5)]
+    entries = [TokenLogprob(0, -1.5, top), TokenLogprob(3, -2.5, top)]
+    found = for_completion(texts, [0, 3], entries, TextOffsets(), count=3, as_ids=False)
+    assert found["top_logprobs"] == [{"\ufffd": -0.25, " a": -1.5}, {"\ufffd": -2.5, " a": -1.5}]
+    assert found["token_logprobs"] == [-1.5, -2.5]
+
+
 def test_offsets_are_those_of_the_text_where_tokens_are_parts_of_characters() -> None:
     """Each part of a character counted as a character, so that all tokens after it were too far behind."""
     smile = "🙂".encode()
