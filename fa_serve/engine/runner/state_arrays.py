@@ -32,10 +32,10 @@ def check_settings_with_states(name: str, config: EngineConfig, *, drafting: boo
         rule = f"be False for {name}, which keeps states: chunks of prompts and single tokens round them differently"
         raise ParameterError("deterministic", rule, config.deterministic)
     if config.lora_budget and config.tensor_parallel > 1:
-        rule = f"be empty, and lora_bytes 0, with tensor_parallel above 1 for {name}, which keeps states"
-        raise ParameterError("lora", rule, config.lora)
+        rule = f"be 0, and lora empty, with tensor_parallel above 1 for {name}, which keeps states"
+        raise ParameterError("lora_bytes", rule, config.lora_budget)
     if drafting:
-        raise ParameterError("speculative", f"name a draft model that keeps no states, unlike {name}", config.speculative)
+        raise ParameterError("speculative", f"name a draft model that keeps no states, unlike {name}", config.model_name)
 
 
 def state_arrays(batch: ScheduledBatch) -> dict[str, NDArray[Any]]:

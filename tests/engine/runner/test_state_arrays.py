@@ -94,7 +94,7 @@ def test_the_padding_of_a_graph_reads_and_writes_no_states() -> None:
 
 def test_settings_that_models_with_states_do_not_have() -> None:
     check_settings_with_states("Qwen3NextForCausalLM", EngineConfig(lora_bytes=1 << 20), drafting=False)
-    with pytest.raises(ParameterError, match=r"^lora must .* with tensor_parallel above 1 for Qwen3NextForCausalLM"):
+    with pytest.raises(ParameterError, match=r"^lora_bytes must be 0.* above 1 for Qwen3NextForCausalLM.*, got 1048576"):
         check_settings_with_states("Qwen3NextForCausalLM", EngineConfig(lora_bytes=1 << 20, tensor_parallel=2), drafting=False)
     with pytest.raises(ParameterError, match="draft model that keeps no states"):
         check_settings_with_states("Qwen3NextForCausalLM", EngineConfig(), drafting=True)
