@@ -22,9 +22,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.masking_utils import find_packed_sequence_indices
-from transformers.utils.import_utils import is_tracing
 
-from fa_serve.hf.adapter.packs import Forward, Packs, refuse_untold_positions, running
+from fa_serve.hf.adapter.packs import Forward, Packs, hides_values, refuse_untold_positions, running
 from fa_serve.hf.adapter.state_modules import PatchedMixer, find_state_modules
 from fa_serve.spec import UnsupportedModelError
 
@@ -101,7 +100,7 @@ def _leave(model: nn.Module, *unused: Any) -> None:
 def _find(model: Any, given: dict[str, Any], shape: tuple[int, ...]) -> Packs | None:
     """The packed sequences in the arguments of a forward, or None."""
     cu_seqlens = given.get("cu_seq_lens_q")
-    if cu_seqlens is None and given.get("seq_idx") is not None and not is_tracing(given["seq_idx"]):
+    if cu_seqlens is None and given.get("seq_idx") is not None and not hides_values(given["seq_idx"]):
         cu_seqlens = _borders(model, given["seq_idx"])
     if cu_seqlens is not None:
         if shape[0] > 1:
@@ -110,7 +109,7 @@ def _find(model: Any, given: dict[str, Any], shape: tuple[int, ...]) -> Packs | 
         return Packs(cu_seqlens, of_states=cu_seqlens)
     position_ids = given.get("position_ids")
     # as in transformers, which treats the tokens of a row as one sequence if there is a mask
-    if position_ids is None or shape[1] == 1 or given.get("attention_mask") is not None or is_tracing(position_ids):
+    if position_ids is None or shape[1] == 1 or given.get("attention_mask") is not None or hides_values(position_ids):
         return None
     positions = _text_positions(position_ids)
     of_states = None
