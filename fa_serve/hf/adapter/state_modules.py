@@ -105,6 +105,12 @@ def _on_device(device_type: str, args: Iterable[Any], kwargs: Mapping[str, Any])
     return any(isinstance(x, Tensor) and x.device.type == device_type for x in (*args, *kwargs.values()))
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _uncompiled(function: Callable[..., Any], **arguments: Any) -> Any:
+    """Call a function outside of the graph, as recurrences that read on the host where packed sequences begin."""
+    return function(**arguments)
+
+
 class PatchedMixer:
     """The forward of a module with a state, with recurrences of `fa_serve.ops`.
 
@@ -156,7 +162,8 @@ class PatchedMixer:
     ) -> Result:
         if self._states is None:
             cu_seqlens = packs_of_states()
-            out, state = call.op.whole(
+            whole = call.op.whole if cu_seqlens is None else partial(_uncompiled, call.op.whole)
+            out, state = whole(
                 **call.rows,
                 **call.fixed,
                 initial_state=initial_state,
