@@ -12,7 +12,7 @@ from hf_families import BY_NAME, tokens
 from opaque_backend import opaque_backend
 from tiny_models import make_model
 from torch import Tensor
-from transformers import AutoModelForCausalLM, T5Config, T5ForConditionalGeneration
+from transformers import AutoModelForCausalLM, PreTrainedModel, T5Config, T5ForConditionalGeneration
 
 import fa_serve
 from fa_serve.demo import model_path
@@ -145,3 +145,27 @@ def test_gradients_under_autocast_are_as_exact_as_those_of_eager_attention(famil
         gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
     exact, eager, ours = gradients
     assert (ours - exact).norm() <= 2 * (eager - exact).norm()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # of PyTorch's operator, whose samples are expected
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_gradients_of_each_sample_of_a_padded_batch(family: str) -> None:
+    ids = tokens(3, 12)
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    mask[1, -2:] = 0
+    gradients = []
+    for name in ("eager", "fa_serve"):
+        model = BY_NAME[family].build()
+        model.set_attn_implementation(name)
+
+        def loss(parameters: dict[str, Tensor], ids: Tensor, mask: Tensor, model: PreTrainedModel = model) -> Tensor:
+            inputs = {"attention_mask": mask[None], "use_cache": False}
+            logits: Tensor = torch.func.functional_call(model, parameters, (ids[None],), inputs).logits[0]
+            return (logits * mask[:, None]).square().sum()
+
+        parameters = {name: parameter.detach() for name, parameter in model.named_parameters()}
+        gradients.append(torch.vmap(torch.func.grad(loss), in_dims=(None, 0, 0))(parameters, ids, mask))
+    for name, expected in gradients[0].items():
+        assert (gradients[1][name] - expected).abs().max() <= 1e-5 * expected.abs().max(), name

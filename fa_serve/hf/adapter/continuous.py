@@ -264,6 +264,31 @@ def enable() -> None:
         for function, wrapper in wrappers.items():
             if hasattr(module, function):
                 setattr(module, function, wrapper(getattr(module, function)))
+        manager = getattr(module, "ContinuousBatchingManager", None)
+        for method in () if manager is None or manager.__module__ != module.__name__ else ("__init__", "warmup"):
+            if hasattr(manager, method):
+                setattr(manager, method, _undone_on_failure(getattr(manager, method)))
+
+
+def _undone_on_failure(original: Any) -> Any:
+    """A wrapper of a method of transformers' manager that gives the model its implementation back if the method fails.
+
+    The manager switches the model to "paged|fa_serve" before it checks whether it can serve the model. It switches back when it
+    is stopped, which does not happen to a manager that was never started.
+    """
+
+    @functools.wraps(original)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(self, *args, **kwargs)
+        except BaseException:
+            model = getattr(self, "model", None)
+            if model is not None and getattr(self, "_original_attn_impl", None) == NAME:
+                model.set_attn_implementation(NAME)
+                self._original_attn_impl = None
+            raise
+
+    return method
 
 
 def _synchronous(original: Any) -> Any:

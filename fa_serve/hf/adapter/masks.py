@@ -25,11 +25,10 @@ from transformers.masking_utils import (
     prepare_padding_mask,
     sdpa_mask,
 )
-from transformers.utils.import_utils import is_tracing
 
 from fa_serve.hf.adapter.mask_patterns import MaskFunction, Pattern, classify, split_blocks, tells_packs
 from fa_serve.hf.adapter.models import handles_mask
-from fa_serve.hf.adapter.packs import refuse_untold_positions, running_packs
+from fa_serve.hf.adapter.packs import hides_values, refuse_untold_positions, running_packs
 from fa_serve.spec import UnsupportedModelError
 
 # Device types with kernels that take packed keys, and with a decoding kernel that takes a mask over keys.
@@ -196,7 +195,7 @@ def mask_forward(
             "attention_mask must have 2 dimensions, (batch, keys), or 4, (batch, heads, queries, keys), got shape "
             f"{tuple(attention_mask.shape)}: pass attention_mask[:, None] if it is (batch, queries, keys)"
         )
-    tracing = is_tracing(attention_mask)
+    tracing = hides_values(attention_mask)
     blocks = None if tracing else _blocks.get()
     if blocks is not None and (split := split_blocks(mask_function)) is not None:
         mask_function, sequence_ids = split

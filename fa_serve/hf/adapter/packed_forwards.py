@@ -22,9 +22,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.masking_utils import find_packed_sequence_indices
-from transformers.utils.import_utils import is_tracing
 
-from fa_serve.hf.adapter.packs import Forward, Packs, refuse_untold_positions, running
+from fa_serve.hf.adapter.packs import Forward, Packs, hides_values, refuse_untold_positions, running
 from fa_serve.hf.adapter.state_modules import PatchedMixer, find_state_modules
 from fa_serve.spec import UnsupportedModelError
 
@@ -78,18 +77,43 @@ def _enter(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[t
         packs = inherited or _find(model, given, shape)
     if packs is None and outer is None:
         return None  # most forwards: they change no state, because a compiled step would be guarded by it
-    running.forward = Forward(model, outer, shape, packs)
+    begun = Forward(model, outer, shape, packs)
+    # The recurrences of packed sequences are not compiled. Where the graph breaks in a layer, code that is compiled after that
+    # does not see what a traced hook has noted, so the graph breaks here.
+    if packs is not None and packs.of_states is not None and torch.compiler.is_compiling() and _mixers(model):
+        found: tuple[tuple[Any, ...], dict[str, Any]] | None
+        found = _begin_untraced(begun, packs is inherited, args, kwargs, given)
+        return found
+    return _begin(begun, packs is not None and packs is inherited, args, kwargs, given)
+
+
+def _begin(
+    begun: Forward, is_inherited: bool, args: tuple[Any, ...], kwargs: dict[str, Any], given: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Note a forward, and add positions to its arguments if it has packed sequences and no positions.
+
+    is_inherited: whether its packed sequences are those of the model that it is a part of; given: all arguments by name
+    """
+    running.forward = begun
+    model: Any = begun.model
+    packs = begun.packs
     if packs is None:
         return None
     _tell_states(model, packs)
-    if packs is inherited or "read_index" in kwargs:  # transformers' continuous batching
+    if is_inherited or "read_index" in kwargs:  # transformers' continuous batching
         return None
-    _check_positions(model, words)
-    makes_positions = given.get("position_ids") is None and _makes_positions(model, words)
-    if tokens is None or packs.cu_seqlens is None or not makes_positions:
+    _check_positions(model, model.__dict__[_WORDS])
+    makes_positions = given.get("position_ids") is None and _makes_positions(model, model.__dict__[_WORDS])
+    if begun.shape is None or packs.cu_seqlens is None or not makes_positions:
         return None
-    positions = packs.positions(tokens.shape[1]).to(tokens.device)
+    tokens = given["inputs_embeds"] if given.get("input_ids") is None else given["input_ids"]
+    positions = packs.positions(begun.shape[1]).to(tokens.device)
     return args, {**kwargs, "position_ids": positions + (first_position(model) if model.__dict__[_COUNTS] else 0)}
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _begin_untraced(*args: Any) -> Any:
+    return _begin(*args)
 
 
 def _leave(model: nn.Module, *unused: Any) -> None:
@@ -101,7 +125,7 @@ def _leave(model: nn.Module, *unused: Any) -> None:
 def _find(model: Any, given: dict[str, Any], shape: tuple[int, ...]) -> Packs | None:
     """The packed sequences in the arguments of a forward, or None."""
     cu_seqlens = given.get("cu_seq_lens_q")
-    if cu_seqlens is None and given.get("seq_idx") is not None and not is_tracing(given["seq_idx"]):
+    if cu_seqlens is None and given.get("seq_idx") is not None and not hides_values(given["seq_idx"]):
         cu_seqlens = _borders(model, given["seq_idx"])
     if cu_seqlens is not None:
         if shape[0] > 1:
@@ -110,7 +134,7 @@ def _find(model: Any, given: dict[str, Any], shape: tuple[int, ...]) -> Packs | 
         return Packs(cu_seqlens, of_states=cu_seqlens)
     position_ids = given.get("position_ids")
     # as in transformers, which treats the tokens of a row as one sequence if there is a mask
-    if position_ids is None or shape[1] == 1 or given.get("attention_mask") is not None or is_tracing(position_ids):
+    if position_ids is None or shape[1] == 1 or given.get("attention_mask") is not None or hides_values(position_ids):
         return None
     positions = _text_positions(position_ids)
     of_states = None

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.utils.import_utils import is_tracing
 
 from fa_serve.spec import UnsupportedModelError
 
@@ -76,6 +77,17 @@ class _Running(threading.local):
 
 
 running = _Running()
+
+
+def hides_values(tensor: Tensor | None) -> bool:
+    """Whether the host cannot read a tensor, because the forward is traced, or because `torch.vmap` maps over the tensor."""
+    if is_tracing(tensor):
+        return True
+    while tensor is not None and torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        if torch._C._functorch.is_batchedtensor(tensor):
+            return True
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return False
 
 
 def running_packs(batch: int, tokens: int) -> Packs | None:

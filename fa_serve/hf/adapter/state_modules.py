@@ -100,9 +100,15 @@ def reference_forward(module: nn.Module) -> Callable[..., Any]:
     )
 
 
-def _on_gpu(args: Iterable[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether an argument of a forward is on a GPU."""
-    return any(isinstance(x, Tensor) and x.is_cuda for x in (*args, *kwargs.values()))
+def _on_device(device_type: str, args: Iterable[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an argument of a forward is on a device of this type."""
+    return any(isinstance(x, Tensor) and x.device.type == device_type for x in (*args, *kwargs.values()))
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _uncompiled(function: Callable[..., Any], **arguments: Any) -> Any:
+    """Call a function outside of the graph, as recurrences that read on the host where packed sequences begin."""
+    return function(**arguments)
 
 
 class PatchedMixer:
@@ -132,7 +138,7 @@ class PatchedMixer:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         cache = next((x for x in (*args, *kwargs.values()) if isinstance(x, StepCache)), None)
-        if cache is None and torch.compiler.is_compiling() and packs_of_states() is None and not _on_gpu(args, kwargs):
+        if cache is None and self._is_left_to_the_module(args, kwargs):
             return type(self.module).forward(self.module, *args, **kwargs)
         self._states = None if cache is None else cache.states
         self._num_calls = 0
@@ -140,6 +146,13 @@ class PatchedMixer:
             return self._forward(self.module, *args, **kwargs)
         finally:
             self._states = None
+
+    def _is_left_to_the_module(self, args: Iterable[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Whether the module's own recurrence computes a forward. It computes those on the meta device, where tensors have no
+        values, and those that are compiled for a CPU."""
+        if _on_device("meta", args, kwargs):
+            return True
+        return torch.compiler.is_compiling() and packs_of_states() is None and not _on_device("cuda", args, kwargs)
 
     def _compute(
         self,
@@ -149,7 +162,8 @@ class PatchedMixer:
     ) -> Result:
         if self._states is None:
             cu_seqlens = packs_of_states()
-            out, state = call.op.whole(
+            whole = call.op.whole if cu_seqlens is None else partial(_uncompiled, call.op.whole)
+            out, state = whole(
                 **call.rows,
                 **call.fixed,
                 initial_state=initial_state,

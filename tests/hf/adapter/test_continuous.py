@@ -146,6 +146,24 @@ def test_batches_are_synchronous(asked: bool | None, monkeypatch: pytest.MonkeyP
         assert wanted.use_async_batching is asked
 
 
+@pytest.mark.parametrize("failing", ["__init__", "warmup"])
+@torch.no_grad()
+def test_a_failed_start_leaves_the_model_as_it_was(failing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = fa_serve.patch(BY_NAME["llama"].build())
+    manager = continuous_api.ContinuousBatchingManager
+    step = "resolve_continuous_batching_config" if failing == "__init__" else "_create_batch_processor"
+    expected = model(torch.tensor([[5, 6, 7]])).logits
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise ValueError("this model cannot be served")
+
+    monkeypatch.setattr(continuous_api if failing == "__init__" else manager, step, fail)
+    with pytest.raises(ValueError, match="this model cannot be served"):
+        generate_batch(model)
+    assert model.config._attn_implementation == "fa_serve"
+    assert torch.equal(model(torch.tensor([[5, 6, 7]])).logits, expected)
+
+
 def test_the_first_layer_of_a_step_computes_the_slots() -> None:
     """Slots are kept for the later layers of a step, not for the next run over the same tensors, which a graph may capture."""
     batch = torch.arange(3, dtype=torch.int32)

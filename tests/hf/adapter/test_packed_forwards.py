@@ -196,6 +196,19 @@ def test_a_compiled_model_that_hands_no_words_down() -> None:
         assert_near(thread.submit(compile_first).result(), alone)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["lengths", "both"])
+@torch.no_grad()
+def test_a_compiled_model_with_states(way: str) -> None:
+    eager = BY_NAME["nemotron-h"].build()
+    ours = fa_serve.patch(copy.deepcopy(eager))
+    ids = tokens(1, sum(LENGTHS))
+    alone = torch.cat([eager(part).logits for part in ids.split(LENGTHS, dim=1)], dim=1)
+    torch.compiler.reset()
+    compiled = torch.compile(ours, backend="eager")
+    assert_near(compiled(ids, **ways_of_packing(restarting())[way]).logits, alone)
+
+
 @pytest.mark.parametrize(
     ("name", "reason"),
     [

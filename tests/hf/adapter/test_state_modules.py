@@ -15,6 +15,7 @@ from torch import nn
 from transformers import AutoConfig, DynamicCache
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
+import fa_serve
 from fa_serve import hf
 from fa_serve.hf.adapter.releases import CACHE_NAMES
 from fa_serve.hf.adapter.state_modules import (
@@ -105,6 +106,13 @@ def test_a_module_that_calls_no_known_function_has_no_seat() -> None:
 def test_an_activation_that_is_not_known() -> None:
     with pytest.raises(UnsupportedModelError, match="must have the activation None or silu, got gelu"):
         convolution(lambda *args: None, torch.zeros(1, 2, 3), torch.zeros(2, 2), activation="gelu")
+
+
+@torch.no_grad()
+def test_a_forward_on_the_meta_device_has_shapes() -> None:
+    model = fa_serve.patch(BY_NAME["nemotron-h"].build()).to("meta")
+    ids = torch.zeros(2, 12, dtype=torch.long, device="meta")
+    assert model(ids).logits.shape == (2, 12, model.config.vocab_size)
 
 
 def test_what_the_layers_of_a_model_keep_is_found_from_its_config() -> None:
