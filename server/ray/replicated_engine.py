@@ -46,7 +46,7 @@ SILENT_LOOKS = 10
 HANG_UP_SECONDS = 1.0
 REPLICA_LOST = "the replica that computed the request has stopped"
 AGAIN_SECONDS = 0.1
-"""After this time, a request is sent again that a replica has not begun to compute because its engine or itself has ended."""
+"""If a replica or its engine ends before it begins to compute a request, the request is sent again after this time."""
 LATE_SECONDS = 5.0
 """How long the last outputs of a request may take to arrive after its replica has reported its end."""
 
@@ -150,8 +150,8 @@ class ReplicaWorker:
     async def _call(self, add: Add | Encode, request: _Request) -> Exception | None:
         """Call `EngineReplica.add` of one replica after the other, until one computes the request. Returns what `add` returns.
 
-        Raises RayActorError if a replica ends that has taken the request, because it may have ended because of the request. It
-        may have taken it without saying so, and therefore the second such end is raised as well.
+        Raises RayActorError if the replica ends that has taken the request: the request may be the reason. If a replica ends
+        and nobody knows whether it had taken the request, the request is sent again, but only once.
         """
         has_lost_one = False
         while True:

@@ -97,9 +97,8 @@ class AdapterStore:
         self._host: OrderedDict[Adapter, PackedLora] = OrderedDict()  # the least recently used one first
         self._loads: dict[Adapter, Future[PackedLora]] = {}
         self._ended: dict[Adapter, str] = {}  # loads that have ended on every rank, and why they failed; "" if not
-        self._rescaled: dict[
-            Adapter, tuple[PackedLora, int, list[int]]
-        ] = {}  # those that depend on the weights: slot and pages
+        # those on the device that depend on the model's weights: the slot and the pages of each
+        self._rescaled: dict[Adapter, tuple[PackedLora, int, list[int]]] = {}
         self._numbers = count(1)
         self._serials = count(1)
         self._readings: dict[int, Future[tuple[PackedLora, FileFacts]]] = {}

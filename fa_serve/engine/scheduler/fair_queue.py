@@ -257,10 +257,11 @@ def turns_by_rank(newest: S, running: Sequence[S]) -> list[tuple[S, int]]:
 
     Returns an empty list if the order is right without a change.
     """
-    own = [each for each in running if each.request.client == newest.request.client]
-    if not own or (own[-1].rank <= newest.rank and own[-1].turn <= newest.turn):
+    client = newest.request.client
+    last = next((each for each in reversed(running) if each.request.client == client), None)
+    if last is None or (last.rank <= newest.rank and last.turn <= newest.turn):
         return []
-    own.append(newest)
+    own = [*(each for each in running if each.request.client == client), newest]
     return [*zip(sorted(own, key=_rank), sorted(each.turn for each in own), strict=True)]
 
 

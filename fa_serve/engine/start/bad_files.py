@@ -23,6 +23,7 @@ from safetensors import safe_open
 
 from fa_serve.hf.surgery.quantised.linear import TOP_K
 from fa_serve.hf.weights.expert_files import check_experts_agree
+from fa_serve.hf.weights.headers import headers
 from fa_serve.named_files import ADAPTER_FILES
 from fa_serve.spec import ParameterError
 
@@ -131,7 +132,7 @@ def name_bad_experts(path: str, error: Exception) -> None:
     transformers, which stacks these tensors, says only that it could not.
     """
     try:
-        check_experts_agree([str(file) for file in sorted(Path(path).glob("*.safetensors"))])
+        check_experts_agree(headers(sorted(Path(path).glob("*.safetensors"))))
     except ParameterError as reason:
         raise reason from error
 

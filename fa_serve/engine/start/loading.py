@@ -352,7 +352,7 @@ def load_model(config: EngineConfig, ranks: Ranks | None = None) -> PreTrainedMo
             known = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
             require_tensors_for_layers(path, known)
             require_enough_experts(known)
-            require_readable_config(path, "generation_config.json")
+            require_readable_config(path, GENERATION_CONFIG)
             auto = _auto_class_of(known)
             loaded: Any = make_served(
                 with_quantized_linears(known, config.quantization),

@@ -12,7 +12,6 @@ Source: posix_fadvise(2).
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from fa_serve.engine.cache.tensors import reclaimable_memory
+from fa_serve.hf.weights.headers import weight_files
 
 BLOCK_BYTES = 256 << 10
 """Bytes that one call requests. Linux ignores what exceeds the disk's largest request, which is rarely smaller than this."""
@@ -67,17 +67,6 @@ def reading_ahead(folder: Path) -> Iterator[None]:
     finally:
         for thread in threads:
             thread.join()
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files that transformers loads from this folder, in the order of their names."""
-    index = folder / "model.safetensors.index.json"
-    names = {"model.safetensors"}
-    if index.is_file():
-        with suppress(ValueError, KeyError, AttributeError, TypeError, OSError):  # the loader reports what is wrong with it
-            found = json.loads(index.read_bytes())["weight_map"].values()
-            names = {name for name in found if isinstance(name, str)}
-    return [folder / name for name in sorted(names) if (folder / name).is_file()]
 
 
 def _ask_for(file: Path, start: int) -> None:

@@ -196,7 +196,7 @@ class PackedModel:
         self.num_ids: int = len(cast(nn.Embedding, self.base.get_input_embeddings()).weight)
         self.first_position = self._position_of_first()
         self._padding = self.first_position - 1 if self.first_position else None
-        self._text_ends = False
+        self._passes_padding = False
         self._head, self._given = _head_of(model, self.base)
         self._reads: str | None = None
         self._caches: dict[int, tuple[Tensor, Tensor]] = {}
@@ -391,7 +391,7 @@ class PackedModel:
 
             if self._agrees(read, wanted):
                 self._reads = name
-                self._text_ends = name == "last" and self._skips_padding()
+                self._passes_padding = name == "last" and self._skips_padding()
                 return
         self._pads_whole = self._agrees(lambda: self._padded_logits(inputs), wanted)
 
@@ -417,7 +417,7 @@ class PackedModel:
         """What the head reads of each sequence -> (sequences, hidden_size), and (sequences,) an id that is no padding."""
         assert self._reads is not None
         padding = self._id_of_padding()
-        if not self._text_ends or padding is None:
+        if not self._passes_padding or padding is None:
             return _ROWS[self._reads](hidden, inputs), inputs.ids[inputs.last]
         indices = torch.arange(len(inputs.ids), device=inputs.ids.device)
         ends = torch.where(inputs.ids != padding, indices, 0)

@@ -1,7 +1,7 @@
 """Checks the experts of a model in the headers of a checkpoint's files.
 
     check_expert_files(files, model)       # quantised experts, before any weight is read; names a tensor in a ParameterError
-    check_experts_agree(files)             # experts of floats, when their tensors could not be stacked
+    check_experts_agree(headers(files))    # experts of floats, when their tensors could not be stacked
 
 transformers' loader stacks the tensors of all experts. If a tensor is missing or differs from the others, it says only that it
 could not stack them. Left out: files other than safetensors, and the form of stacked tensors (surgery/quantised/experts.py).
@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
-from safetensors import safe_open
 from torch import nn
 
 from fa_serve.hf.surgery.quantised.experts import QuantizedExperts
+from fa_serve.hf.weights.headers import Header, headers
 from fa_serve.spec import ParameterError
 
 _QUANTISED = {"qweight", "weight_g_idx", "weight_packed", "weight_scale", "weight_scale_inv"}
@@ -36,22 +36,24 @@ def check_expert_files(files: Sequence[str], model: nn.Module) -> None:
     modules = [module for module in model.modules() if isinstance(module, QuantizedExperts)]
     known = {name for module in modules for name in module.scheme.tensors(256, 256, torch.float32)}
     refused = tuple(f".{name}" for name in _QUANTISED - known)
-    for key, _ in _headers(files):
+    found = [*headers(files)]
+    for key, _ in found:
         if ".experts." in key and key.endswith(refused):
             rule = f"have no experts with quantised weights in this layout, but its files have {key}"
             raise ParameterError("model", rule, type(model).__name__)
     if modules:
-        check_experts_agree(files, max(module.num_experts for module in modules))
+        check_experts_agree(found, max(module.num_experts for module in modules))
 
 
-def check_experts_agree(files: Sequence[str], num_experts: int = 0) -> None:
+def check_experts_agree(tensors: Iterable[tuple[str, Header]], num_experts: int = 0) -> None:
     """Raise ParameterError that names a tensor of one expert if it is missing, or differs from those of other experts.
 
+    tensors:     the headers of a checkpoint's tensors
     num_experts: least number of experts in each layer; a layer has more if its files name more
     """
-    groups: dict[tuple[str, str], dict[int, tuple[str, tuple[int, ...]]]] = {}
+    groups: dict[tuple[str, str], dict[int, Header]] = {}
     counts: Counter[str] = Counter()
-    for key, kind in _headers(files):
+    for key, kind in tensors:
         if found := _OF_EXPERT.fullmatch(key):
             groups.setdefault((found[1], found[3]), {})[int(found[2])] = kind
             counts[found[1]] = max(counts[found[1]], num_experts, int(found[2]) + 1)
@@ -64,15 +66,3 @@ def check_experts_agree(files: Sequence[str], num_experts: int = 0) -> None:
             if kinds[expert] != (dtype, shape):
                 rule = f"have the dtype {dtype} and the shape {list(shape)} of other experts"
                 raise ParameterError(key, rule, f"{kinds[expert][0]} {list(kinds[expert][1])}")
-
-
-def _headers(files: Sequence[str]) -> Iterator[tuple[str, tuple[str, tuple[int, ...]]]]:
-    """The names of all tensors of experts, with dtypes and shapes, file by file."""
-    for file in files:
-        if not str(file).endswith(".safetensors"):
-            continue
-        with safe_open(file, framework="pt") as tensors:
-            for key in tensors.keys():  # noqa: SIM118 - it is not a dictionary
-                if ".experts." in key:
-                    part = tensors.get_slice(key)
-                    yield key, (part.get_dtype(), tuple(part.get_shape()))

@@ -9,16 +9,14 @@ error. Left out: files other than safetensors, and formats that transformers loa
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
-from safetensors import safe_open
 from torch import nn
 
 from fa_serve.hf.weights.file_names import names_in_files
 from fa_serve.hf.weights.formats import Rounded
+from fa_serve.hf.weights.headers import headers, weight_files
 from fa_serve.spec import ParameterError
 
 PLAIN = ("F64", "F32", "F16", "BF16")
@@ -41,22 +39,9 @@ def check_float_files(folder: Path, model: nn.Module) -> None:
     experts = {name.rpartition(".0.")[0] for name in renamed if ".experts.0." in name}
     plain |= {form for name in renamed for form in (name, f"{name}.weight")}
     prefix = getattr(model, "base_model_prefix", "")
-    for key, dtype in _dtypes(folder):
+    for key, (dtype, _) in headers(weight_files(folder)):
         of_expert = re.fullmatch(r"(.*\.experts)\.\d+\.\w+\.weight", key)
         forms = (key, f"{prefix}.{key}", key.removeprefix(f"{prefix}."))  # a head may be left out of the files, or of the model
         is_plain = not plain.isdisjoint(forms) or (of_expert is not None and of_expert[1] in experts)
         if is_plain and dtype not in PLAIN:
             raise ParameterError(key, RULE, dtype)
-
-
-def _dtypes(folder: Path) -> Iterator[tuple[str, str]]:
-    """The names and dtypes of all tensors in the files that transformers reads from a folder."""
-    index = folder / "model.safetensors.index.json"
-    found = [folder / "model.safetensors"]
-    if not found[0].is_file() and index.is_file():
-        found = [folder / name for name in sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))]
-    for file in found:
-        if file.is_file():
-            with safe_open(file, framework="pt") as tensors:
-                for key in tensors.keys():  # noqa: SIM118 - it is not a dictionary
-                    yield key, tensors.get_slice(key).get_dtype()

@@ -12,7 +12,7 @@ from fa_serve.demo import model_path
 from fa_serve.engine import EngineConfig
 from fa_serve.engine.start import read_ahead
 from fa_serve.engine.start.loading import load_model
-from fa_serve.engine.start.read_ahead import BLOCK_BYTES, BLOCKS_AT_A_TIME, reading_ahead, weight_files
+from fa_serve.engine.start.read_ahead import BLOCK_BYTES, BLOCKS_AT_A_TIME, reading_ahead
 
 STEP = BLOCK_BYTES * BLOCKS_AT_A_TIME
 
@@ -47,24 +47,6 @@ def test_each_byte_is_asked_for_once(tmp_path, asked):
         starts = sorted(start for start, _ in asked[name])
         assert starts == list(range(0, -(-size // STEP) * STEP, BLOCK_BYTES))
         assert {count for _, count in asked[name]} == {BLOCK_BYTES}
-
-
-def test_only_files_that_are_loaded_are_asked_for(tmp_path, asked):
-    make_folder(tmp_path, a=1, lost=1)
-    (tmp_path / "lost.safetensors").unlink()
-    (tmp_path / "consolidated.safetensors").write_bytes(b"x")
-    assert weight_files(tmp_path) == [tmp_path / "a.safetensors"]
-    (tmp_path / "model.safetensors").write_bytes(b"x")
-    for text in ("{", "[]", '{"weight_map": 3}'):
-        (tmp_path / "model.safetensors.index.json").write_text(text)
-        assert weight_files(tmp_path) == [tmp_path / "model.safetensors"]
-    (tmp_path / "model.safetensors.index.json").write_text(
-        '{"weight_map": {"a": 1, "b": null, "c": ["x"], "d": "a.safetensors"}}'
-    )
-    assert weight_files(tmp_path) == [tmp_path / "a.safetensors"]
-    (tmp_path / "model.safetensors.index.json").unlink()
-    assert weight_files(tmp_path) == [tmp_path / "model.safetensors"]
-    assert weight_files(tmp_path / "nowhere") == []
 
 
 def test_files_larger_than_the_memory_are_not_asked_for(tmp_path, asked, monkeypatch):

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import make_model
 
 from fa_serve.hf.weights.expert_files import check_experts_agree
+from fa_serve.hf.weights.headers import headers
 from fa_serve.spec import ParameterError
 
 LAYER = "model.layers.1.mlp.experts"
@@ -61,7 +62,7 @@ def test_a_tensor_of_an_expert_of_floats_is_named(tmp_path: Path, change: str) -
     """transformers told only that it could not stack the tensors."""
     make_model("qwen3-moe").save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
-    check_experts_agree([str(file)])
+    check_experts_agree(headers([file]))
     tensors = load_file(file)
     whole = tensors.pop(f"{LAYER}.2.up_proj.weight")
     message = f"model must have the tensor {LAYER}.2.up_proj.weight in its files"
