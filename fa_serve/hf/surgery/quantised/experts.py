@@ -135,6 +135,16 @@ class _ScalesInLists(ConversionOps):
         return {name: [part.reshape(part.shape or (1,)) for part in parts] for name, parts in input_dict.items()}
 
 
+def rules_for_scales(schemes: Iterable[Scheme]) -> list[WeightTransform]:
+    """Rules that read the scale of a whole matrix of a linear layer. From 5.18 on, transformers compares its shape.
+
+    schemes: the schemes of the model's linear layers
+    """
+    tensors = {name: tensor for scheme in schemes for name, tensor in scheme.tensors(256, 256, torch.float32).items()}
+    scales = [f".{name}" for name, tensor in tensors.items() if tensor.shape == (1,)]
+    return [WeightConverter([scale], [scale], [_ScalesInLists()]) for scale in scales]
+
+
 def rules_for_experts(rules: Sequence[WeightTransform], schemes: Iterable[Scheme]) -> list[WeightTransform]:
     """Rules for the tensors of quantised experts, followed by transformers' rules for the tensors of a checkpoint.
 

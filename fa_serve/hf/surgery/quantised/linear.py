@@ -42,6 +42,7 @@ from fa_serve.hf.surgery.quantised.experts import (
     prove_experts,
     quantize_experts,
     rules_for_experts,
+    rules_for_scales,
 )
 from fa_serve.hf.weights.expert_files import check_expert_files
 from fa_serve.hf.weights.file_names import names_in_files
@@ -205,8 +206,10 @@ class Quantizer(HfQuantizer):
     ) -> list[WeightTransform]:
         """transformers' rules for stacking tensors, and ours. model: passed since transformers 5.18, not used"""
         source = self.quantization_config.source
-        schemes = [] if source is None else [scheme.of_experts() for _, scheme in read_config(source).schemes]
-        return rules_for_experts(weight_conversions, [scheme for scheme in schemes if scheme is not None])
+        schemes = [] if source is None else [scheme for _, scheme in read_config(source).schemes]
+        of_experts = [scheme.of_experts() for scheme in schemes]
+        rules = rules_for_experts(weight_conversions, [scheme for scheme in of_experts if scheme is not None])
+        return [*rules, *rules_for_scales(schemes)]
 
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
         layer, _, name = param_name.rpartition(".")
