@@ -34,13 +34,13 @@ import torch
 from transformers import AutoModelForImageTextToText, Qwen2_5_VLConfig, Qwen3VLConfig
 from transformers.configuration_utils import PreTrainedConfig
 
-from benchmarks.engine.engine_workloads import freeze_objects
 from benchmarks.measure import Cells, Results
 from benchmarks.tuning.step_parts import LongSteps
 from fa_serve.engine import Engine, EngineConfig, SamplingParams
 from fa_serve.engine.images import tower_graphs
 from fa_serve.engine.images.encoder import ImageEncoder
 from fa_serve.engine.images.prompt import ImageInput
+from fa_serve.engine.process.child import tune_interpreter
 
 ROOT = Path(__file__).parents[2]
 
@@ -248,7 +248,7 @@ def measure(sizes: Sizes, results: Results, cells: Cells, long_steps: int = 0) -
         alone.run_clients(with_images=False)
         without, _ = alone.run_clients(with_images=False)
         alone.engine.close()
-    freeze_objects()
+    tune_interpreter()
     work = Workload(sizes, model)
     if cells.takes("requests") or cells.takes("first of 32"):
         work.run_clients(with_images=True)
@@ -290,7 +290,7 @@ def measure_gaps(sizes: Sizes, model: Any, results: Results, cells: Cells, long_
         for _ in range(ROUNDS):
             gaps = {kind: work.gaps_of_text(kind) for kind in ("alone", "prompts", "images")}
             work.idle()
-            freeze_objects()
+            tune_interpreter()
         if long_steps:
             with LongSteps() as steps:
                 work.gaps_of_text("images")

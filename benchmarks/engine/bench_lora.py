@@ -11,10 +11,10 @@
 2. **Rates** of 64 requests with 128 tokens in and 256 out, and of one alone, for each rank: with one adapter on all linear
    layers, with 32, half of them with 32 and half without, one with and the others without ("one beside"), and without any. The
    peer "base" is an engine without adapters. All adapters of a rank have the same numbers, in different memory.
-3. **Loads**: an adapter is loaded from disk and answers its first token, beside one that is in memory already; and what 100
-   loads do to the time between tokens of requests of the base, at the 99th percentile, beside the same without loads ("calm"),
-   and beside as many requests for adapters that are in memory ("asked"): each load is followed by one request for its adapter,
-   whose prompt is in a step.
+3. **Loads**: an adapter is loaded from disk and answers its first token, beside one that is in memory already; the load is the
+   difference. And what 100 loads do to the time between tokens of requests of the base, at the 99th percentile, beside the same
+   without loads ("calm"), and beside as many requests for adapters that are in memory ("asked"): each load is followed by one
+   request for its adapter, whose prompt is in a step.
 
 Ours run one after the other in one process; vLLM follows in another, first without an adapter, and what it says is in
 peer_vllm_RANK.log beside the results. A case is run until two runs in a row agree, and is the median of three runs behind them
@@ -44,11 +44,13 @@ from safetensors.torch import save_file
 
 from benchmarks.child_process import Log, answers
 from benchmarks.engine.bench_serving import peer_environment
-from benchmarks.engine.engine_workloads import SHAPES, freeze_objects, make_folder, make_model, make_tiny, say
+from benchmarks.engine.engine_workloads import SHAPES, make_folder, make_model, make_tiny, say
 from benchmarks.measure import Results
 from benchmarks.steady import late_work, steady_seconds
 from benchmarks.tuning.step_parts import LongSteps
 from fa_serve.engine import Engine, EngineConfig, SamplingParams
+from fa_serve.engine.process.child import tune_interpreter
+from fa_serve.ops import PAGE_RANKS
 from fa_serve.ops.lora import run as merging
 
 REQUESTS = 64
@@ -73,6 +75,13 @@ def linear_layers(model: Any) -> dict[str, tuple[int, int]]:
         for name, module in model.named_modules()
         if isinstance(module, torch.nn.Linear) and name.rpartition(".")[2] in PROJECTIONS
     }
+
+
+def bytes_of_adapters(model: Any, rank: int, count: int) -> int:
+    """Memory for so many adapters of all linear layers, so that none has to leave for another one."""
+    itemsize = next(model.parameters()).element_size()
+    pages = -(-rank // PAGE_RANKS)
+    return sum(rows + columns for rows, columns in linear_layers(model).values()) * pages * PAGE_RANKS * itemsize * count
 
 
 def write_adapter(folder: Path, layers: dict[str, tuple[int, int]], rank: int, seed: int) -> Path:
@@ -130,7 +139,7 @@ def opened(model: Any, options: argparse.Namespace, **settings: Any) -> Iterator
     if options.device == "cpu":
         defaults["num_pages"] = 2048
     engine = Engine(EngineConfig(**defaults | settings), model=model)
-    freeze_objects()
+    tune_interpreter()
     try:
         yield engine
     finally:
@@ -194,7 +203,8 @@ def measure_rates(model: Any, options: argparse.Namespace, results: Results, fol
     for rank in options.ranks:
         folders = [write_adapter(folder / f"r{rank}", linear_layers(model), rank, rank)] * options.adapters
         found: dict[str, float] = {}
-        with opened(model, options, lora_bytes=options.lora_bytes, max_lora_rank=max(rank, 16)) as engine:
+        room = bytes_of_adapters(model, max(rank, 16), options.adapters)
+        with opened(model, options, lora_bytes=room, max_lora_rank=max(rank, 16)) as engine:
             check_marks(engine, model, folder / f"marks-{rank}")
             names = [f"a{i}" for i in range(len(folders))]
             for name, each in zip(names, folders, strict=True):
@@ -222,15 +232,16 @@ def measure_loads(model: Any, options: argparse.Namespace, results: Results, fol
     folders = [first, *(shutil.copytree(first, folder / f"load-{i}", copy_function=os.link) for i in range(1, options.loads))]
     say(f"{len(folders)} adapters are written")
     size = (folders[0] / "adapter_model.safetensors").stat().st_size / 1e6
-    with opened(model, options, lora_bytes=options.lora_bytes, max_lora_rank=16) as engine:
+    room = bytes_of_adapters(model, 16, len(folders) + WARM_LOADS)
+    with opened(model, options, lora_bytes=room, max_lora_rank=16) as engine:
         # steps with prompts compile kernels when they first come, and are captured when they come again
         gaps(engine, folders[:WARM_LOADS])
         taken = [seconds_to_first_token(engine, number, each) for number, each in enumerate(folders[:WARM_LOADS])]
-        loaded, in_memory = (statistics.median(each[2:] or each) for each in zip(*taken, strict=True))
-        memory = {"in memory": 1e3 * in_memory}
-        results.add(f"{options.shape} load of {size:.0f} MB to the first token", "ms", 1e3 * loaded, memory)
+        read, loaded, in_memory = (1e3 * statistics.median(each[2:] or each) for each in zip(*taken, strict=True))
+        results.add(f"{options.shape} load of {size:.0f} MB", "ms", loaded - in_memory, {"reading": read})
+        results.add(f"{options.shape} load of {size:.0f} MB to the first token", "ms", loaded, {"in memory": in_memory})
         say(
-            f"an adapter of {size:.0f} MB is loaded and answers in {1e3 * loaded:.1f} ms, in memory in {1e3 * in_memory:.1f} ms"
+            f"an adapter of {size:.0f} MB is read in {read:.1f} ms, answers in {loaded:.1f} ms, in memory in {in_memory:.1f} ms"
         )
         calm = gaps(engine, [], len(folders))
         asked = gaps(engine, [], len(folders), folders[:WARM_LOADS])
@@ -245,17 +256,18 @@ def measure_loads(model: Any, options: argparse.Namespace, results: Results, fol
         say(f"p99 between tokens: {busy:.2f} ms in loads, {calm:.2f} ms calm ({ratio:.3f}), {asked:.2f} ms with requests alone")
 
 
-def seconds_to_first_token(engine: Engine, number: int, folder: Path) -> tuple[float, float]:
-    """Seconds in which an adapter is loaded from its folder and answers one token, and in which it answers one when it is in
-    memory. Each prompt is new."""
+def seconds_to_first_token(engine: Engine, number: int, folder: Path) -> tuple[float, float, float]:
+    """Seconds in which an adapter is read from its folder, in which it is read, copied and answers one token, and in which it
+    answers one when it is in memory. Each prompt is new."""
     name = f"timed-{number}"
     times = [time.perf_counter()]
     engine.load_adapter(name, folder)
+    times.append(time.perf_counter())
     for seed in (100 + 2 * number, 101 + 2 * number):
         engine.generate(prompts(1, engine.vocab_size, seed), params(1), adapter=name)
         times.append(time.perf_counter())
     engine.unload_adapter(name)
-    return times[1] - times[0], times[2] - times[1]
+    return times[1] - times[0], times[2] - times[0], times[3] - times[2]
 
 
 def gaps(engine: Engine, folders: Sequence[Path], requests: int = 0, kept: Sequence[Path] = ()) -> float:
@@ -359,7 +371,6 @@ def main() -> None:
     parser.add_argument("--adapters", type=int, default=ADAPTERS)
     parser.add_argument("--loads", type=int, default=LOADS)
     parser.add_argument("--tokens", type=int, default=TOKENS_OUT)
-    parser.add_argument("--lora-bytes", type=int, default=24 << 30)
     parser.add_argument("--parts", type=lambda text: text.split(","), default=list(PARTS))
     parser.add_argument("--cases", type=lambda text: text.split(","), default=[], help="those of the rates, such as 'alone'")
     parser.add_argument("--runs", type=int, default=RUNS, help="of which the median counts")

@@ -22,7 +22,6 @@ from benchmarks.engine.engine_workloads import (
     TOP_P,
     WORKLOADS,
     Workload,
-    freeze_objects,
     make_folder,
     make_head,
     make_model,
@@ -118,6 +117,7 @@ def serve_ours(args: argparse.Namespace) -> None:
     imports = time.time()
     from benchmarks.engine.synthetic_drafts import accepting, no_drafts
     from fa_serve.engine import Engine, EngineConfig, SamplingParams
+    from fa_serve.engine.process.child import tune_interpreter
     from fa_serve.launching.compilations import watch
 
     settings = {
@@ -132,7 +132,7 @@ def serve_ours(args: argparse.Namespace) -> None:
     }
     loading = time.time()
     engine = Engine(EngineConfig(**settings | args.set))
-    freeze_objects()
+    tune_interpreter()
     watch()
     first = time.time()
     engine.generate([[7] * 128], SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import gc
 import importlib
 import json
 import os
@@ -299,13 +298,6 @@ def make_model(shape: str, device: str, *, dtype: Any, **changes: Any) -> Any:
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.generation_config = GenerationConfig()
     return model.eval()
-
-
-def freeze_objects() -> None:
-    """Hide all objects from the garbage collector, as a server's engine and vLLM's do: a collection that visits the modules of
-    a model takes a quarter of a second."""
-    gc.collect()
-    gc.freeze()
 
 
 def make_folder(shape: str, folder: Path, device: str) -> None:

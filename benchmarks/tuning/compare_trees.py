@@ -90,13 +90,14 @@ def sample(rows: int, limits: str) -> Callable[[], Any]:
 
 def open_engine(folder: Path) -> Any:
     """An engine of this process's tree for a model's folder."""
-    from benchmarks.engine.engine_workloads import LIMIT, freeze_objects
+    from benchmarks.engine.engine_workloads import LIMIT
     from fa_serve.engine import Engine, EngineConfig
 
     sizes: dict[str, Any] = {"max_model_len": LIMIT, "num_pages": PAGES, "page_size": PAGE}
     running = Engine(EngineConfig(model=str(folder), device="cuda", prefix_caching=False, seed=0, **sizes))
     running.tokenizer = None  # so older trees make no text
-    freeze_objects()
+    gc.collect()
+    gc.freeze()
     return running
 
 

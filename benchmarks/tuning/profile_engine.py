@@ -31,7 +31,6 @@ from benchmarks.engine.engine_workloads import (
     LIMIT,
     QUANTISED,
     Workload,
-    freeze_objects,
     make_folder,
     make_model,
     quantised_weights,
@@ -104,6 +103,7 @@ def make_engine(shape: str, args: argparse.Namespace) -> Any:
     import torch
 
     from fa_serve.engine import Engine, EngineConfig
+    from fa_serve.engine.process.child import tune_interpreter
 
     settings = {"device": args.device, "max_model_len": LIMIT, "gpu_memory_utilization": 0.85, "prefix_caching": False}
     settings["tensor_parallel"] = args.tensor_parallel
@@ -115,7 +115,7 @@ def make_engine(shape: str, args: argparse.Namespace) -> Any:
         else:
             model = make_model(shape, args.device, dtype=torch.bfloat16)
         engine = Engine(EngineConfig(**settings | args.set), model=model)
-    freeze_objects()
+    tune_interpreter()
     return engine
 
 

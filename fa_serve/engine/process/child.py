@@ -31,10 +31,10 @@ log = logging.getLogger("fa_serve.engine")
 
 EXIT_SECONDS = 5.0
 """How long a process that has lost a rank may take to report why it ends."""
-SWITCH_SECONDS = 0.001
-"""How long a step keeps the interpreter while a thread of the pipe waits for it. Such a thread needs the interpreter twice for
-each message. With Python's default of 5 ms, a step that launches kernels for some milliseconds would delay the answers of the
-previous step."""
+SWITCH_SECONDS = 0.0002
+"""How long a thread keeps the interpreter while another one waits for it. A thread of the pipe needs it twice for each message:
+with Python's default of 5 ms, a step that launches kernels for some milliseconds would delay the answers of the previous step.
+A step needs it dozens of times, and would wait for a thread that reads an adapter."""
 BEAT_SECONDS = 1.0
 """The time between two beats of a process."""
 
@@ -84,9 +84,7 @@ def run_engine(connection: Connection) -> None:
         use_kernel_cache(config.resolve_device(), __version__)
         engine = imported(config, on_phase=outgoing.put, on_lost=end, ahead=True)
         ready.set()
-        gc.collect()
-        gc.freeze()  # a garbage collection that visits all loaded modules takes a quarter of a second
-        sys.setswitchinterval(SWITCH_SECONDS)
+        tune_interpreter()
         outgoing.put(ready_of(engine, None))
         loop = EngineLoop(engine, commands, deliver)
         threading.Thread(target=_beat, args=(loop, outgoing), daemon=True).start()
@@ -101,6 +99,14 @@ def run_engine(connection: Connection) -> None:
     finally:
         outgoing.put(None)
         writer.join()
+
+
+def tune_interpreter() -> None:
+    """Settings for the time after loading: the garbage collector skips what is loaded, because a collection that visits all
+    modules takes a quarter of a second; and threads change often."""
+    gc.collect()
+    gc.freeze()
+    sys.setswitchinterval(SWITCH_SECONDS)
 
 
 def _beat(loop: EngineLoop, outgoing: queue.SimpleQueue[Any]) -> None:

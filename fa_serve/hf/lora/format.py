@@ -18,6 +18,8 @@ import math
 import re
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -369,31 +371,40 @@ def _read_tensors(path: Path) -> dict[tuple[str, str], Tensor]:
         if dtype not in DTYPES:
             raise ParameterError(_shown(name), f"have one of the dtypes {', '.join(DTYPES)}", dtype)
         found[match["module"], match["kind"]] = name
-    tensors = dict(zip(names, _map_tensors(path, forms), strict=True))
-    for name, tensor in tensors.items():
-        if not is_finite(tensor):
+    unnamed = iter(names)
+    tensors: dict[str, Tensor] = {}
+    for flat, own in _map_tensors(path, forms):
+        named = {name: tensor for tensor, name in zip(own, unnamed, strict=False)}
+        if not is_finite(flat):
+            name = next(name for name, tensor in named.items() if not is_finite(tensor))
             raise ParameterError(_shown(name), "hold finite numbers", "NaN or an infinity")
+        tensors |= named
     return {key: tensors[name] for key, name in found.items()}
 
 
-def _map_tensors(path: Path, forms: Sequence[tuple[str, Sequence[int]]]) -> Iterator[Tensor]:
-    """Tensors of these dtypes and shapes, which fill the end of a file in this order.
+def _map_tensors(path: Path, forms: Sequence[tuple[str, Sequence[int]]]) -> Iterator[tuple[Tensor, list[Tensor]]]:
+    """Tensors of these dtypes and shapes, which fill the end of a file in this order: for each run of one dtype, all of its
+    numbers and its tensors.
 
     `safe_open` has checked that no byte lies between them. Its `get_tensor` takes five times as long for the hundreds of small
-    tensors of an adapter, because it makes a storage for each of them.
+    tensors of an adapter, because it makes a storage for each of them. Runs are checked as a whole for a similar reason: each
+    call of PyTorch needs the interpreter, and the engine's steps wait for it.
     """
-    lengths = [math.prod(shape) * DTYPES[dtype].itemsize for dtype, shape in forms]
     size = path.stat().st_size
-    begin = size - sum(lengths)
+    begin = size - sum(math.prod(shape) * DTYPES[dtype].itemsize for dtype, shape in forms)
     if begin < 8:
         raise ParameterError(WEIGHTS_FILE, "not change while it is read: try again", f"{size} bytes")
     data = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
-    for (dtype, shape), length in zip(forms, lengths, strict=True):
-        own = data[begin : begin + length]
+    for dtype, run in groupby(forms, key=itemgetter(0)):
+        shapes = [torch.Size(shape) for _, shape in run]
+        lengths = [shape.numel() for shape in shapes]
+        end = begin + sum(lengths) * DTYPES[dtype].itemsize
+        flat = data[begin:end]
         if begin % DTYPES[dtype].itemsize:  # other writers may not align tensors, and PyTorch views aligned memory only
-            own = own.clone()
-        yield own.view(DTYPES[dtype]).view(torch.Size(shape))
-        begin += length
+            flat = flat.clone()
+        flat = flat.view(DTYPES[dtype])
+        yield flat, [own.view(shape) for own, shape in zip(flat.split_with_sizes(lengths), shapes, strict=True)]
+        begin = end
 
 
 def is_finite(x: Tensor) -> bool:

@@ -23,7 +23,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fa_serve import ops
@@ -172,18 +174,21 @@ class LoraMemory:
         """
         table = torch.zeros(self.pages_per_adapter, dtype=torch.int32)
         table[: len(pages)] = torch.tensor(list(pages), dtype=torch.int32)
-        for index, page in enumerate(pages):
-            for first, last in self._pieces:
-                begin = self._layouts[first].a
-                target = self._memory[page, begin : self._layouts[last - 1].end]
-                self._staging.send(target, partial(self._lay_out, packed, index, first, last))
+        self._staging.send(
+            (
+                self._memory[page, self._layouts[first].a : self._layouts[last - 1].end],
+                partial(self._lay_out, packed, index, first, last),
+            )
+            for index, page in enumerate(pages)
+            for first, last in self._pieces
+        )
         self._numbers[:, slot].copy_(packed.numbers, non_blocking=True)
         self.page_table[slot].copy_(table)
         self.page_counts[slot] = len(pages)
         self._outer.write(slot, packed.outer)
 
     def _lay_out(self, packed: PackedLora, page: int, first: int, last: int, view: Tensor) -> None:
-        """Write the adapter's rows of a page for products `first` to `last` - 1. view: zeros, beginning at product `first`"""
+        """Write the adapter's rows of a page for products `first` to `last` - 1. view: begins at product `first`"""
         begin = self._layouts[first].a
         for number in range(first, last):
             packed.fill(view, begin, page, number, self._layouts[number])
@@ -226,16 +231,17 @@ class LoraMemory:
         numbers: of all products, written here; checks: whether to raise ParameterError for an infinity
         """
         order = {id(site): number for number, site in enumerate(self.sites)}
+        table = numbers.numpy()  # NumPy writes single numbers faster
         found = dict(parts)
         for name, low in inner.items():
             site, part = self._parts[name]
             number = order[id(site)]
             others = [each for each in found.get(number, ()) if each.part != part]
-            own = self._packed_part(numbers[:, _STRIDE * number + part], site, part, low, checks)
+            own = self._packed_part(table[:, _STRIDE * number + part], site, part, low, checks)
             found[number] = (*others, own)
         return found
 
-    def _packed_part(self, numbers: Tensor, site: LoraSite, part: int, low: LowRank, checks: bool) -> PackedPart:
+    def _packed_part(self, numbers: NDArray[np.int32], site: LoraSite, part: int, low: LowRank, checks: bool) -> PackedPart:
         """What an adapter adds to one module. numbers: (3,) scale, one and factor of this module, written here"""
         a = low.a
         b = low.b
@@ -258,7 +264,7 @@ class LoraMemory:
         if factor is not None:
             numbers[2] = low.rank + len(extra)
             extra.append(factor - 1.0)
-        numbers[0] = torch.tensor(low.scale).view(torch.int32)
+        numbers[0] = np.float32(low.scale).view(np.int32)
         rows = torch.cat([b.float().t(), *(row[None] for row in extra)]) if extra else b.t()
         return PackedPart(part, self._converted(a, False, checks), self._converted(rows, bool(extra), checks))
 

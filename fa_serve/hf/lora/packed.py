@@ -119,9 +119,9 @@ class PackedLora:
         self.borrows = not is_unchanged()
 
     def fill(self, view: Tensor, start: int, page: int, number: int, layout: SiteLayout) -> None:
-        """Write what one product has of a page of this adapter.
+        """Write all that one product has in a page of this adapter, zeros included.
 
-        view:   elements of the page from `start` on, which are zeros where nothing is written
+        view:   elements of the page from `start` on
         page:   of the adapter, from 0
         number: of the product
         """
@@ -130,12 +130,22 @@ class PackedLora:
         elements = _as_integers(view)
         a = elements[layout.a - start :][: len(layout.widths) * PAGE_RANKS * layout.k].reshape(-1, PAGE_RANKS, layout.k)
         b = elements[layout.b - start :][: PAGE_RANKS * width].reshape(PAGE_RANKS, width)
-        for each in self.parts.get(number, ()):
-            rows = _as_integers(each.a[first : first + PAGE_RANKS])
-            a[each.part, : len(rows)] = rows
-            rows = _as_integers(each.b[first : first + PAGE_RANKS])
-            column = sum(layout.widths[: each.part])
-            b[: len(rows), column : column + rows.shape[1]] = rows
+        given = {each.part: each for each in self.parts.get(number, ())}
+        column = 0
+        for part, own in enumerate(layout.widths):
+            each = given.get(part)
+            _copy_rows(a[part], None if each is None else each.a[first : first + PAGE_RANKS])
+            _copy_rows(b[:, column : column + own], None if each is None else each.b[first : first + PAGE_RANKS])
+            column += own
+
+
+def _copy_rows(target: NDArray[Any], rows: Tensor | None) -> None:
+    """Copy rows to the beginning of a target, and write zeros behind them. None: there are no rows"""
+    count = 0 if rows is None else len(rows)
+    if rows is not None:
+        target[:count] = _as_integers(rows)
+    if count < len(target):
+        target[count:] = 0
 
 
 def _as_integers(x: Tensor) -> NDArray[Any]:
