@@ -9,6 +9,7 @@ import copy
 from pathlib import Path
 from typing import Any
 
+import hybrids
 import pytest
 import torch
 from hf_families import BY_NAME, assert_same, padding_mask, positions, tokens
@@ -16,6 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import fa_serve
 from fa_serve import hf
+from fa_serve.hf.adapter.state_modules import find_state_modules
 from fa_serve.testing import assert_matches_reference
 
 # PEFT calls the newest transformers by an old name
@@ -96,6 +98,22 @@ def test_layers_in_different_places(family: str, tmp_path: Path) -> None:
     assert ours.hf_device_map["model.layers.1"] == "disk"
     assert next(ours.model.layers[1].parameters()).is_meta
     assert_same_everywhere(ours, eager, ours.config)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["qwen3-next", "mamba2"])
+def test_states_of_a_patched_model_whose_weights_are_offloaded(name: str) -> None:
+    """Mixers read the weights of their convolution, which are on the meta device until hooks of accelerate bring them."""
+    accelerate = pytest.importorskip("accelerate")
+    model = hybrids.BY_NAME[name].build()
+    ids = tokens(1, 12)
+    expected = torch.cat([model(input_ids=part).logits for part in ids.split([5, 7], dim=1)], dim=1)
+    fa_serve.patch(accelerate.cpu_offload(fa_serve.patch(model), execution_device="cpu"))
+    assert find_state_modules(model)[0].conv1d.weight.is_meta
+    assert_same(model(input_ids=ids[:, :5]).logits, expected[:, :5])
+    cu_seqlens = torch.tensor([0, 5, 12], dtype=torch.int32)
+    told = {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens, "max_length_q": 7, "max_length_k": 7}
+    assert_same(model(input_ids=ids, use_cache=False, **told).logits, expected)
 
 
 def quantised(kind: str) -> Any:

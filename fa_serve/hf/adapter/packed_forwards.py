@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import find_packed_sequence_indices
 
 from fa_serve.hf.adapter.packs import Forward, Packs, hides_values, refuse_untold_positions, running
-from fa_serve.hf.adapter.state_modules import PatchedMixer, find_state_modules
+from fa_serve.hf.adapter.state_modules import find_state_modules, patched_mixer
 from fa_serve.spec import UnsupportedModelError
 
 _WORDS = "_fa_serve_words"
@@ -220,7 +220,7 @@ def _tell_states(model: Any, packs: Packs) -> None:
             refuse_untold_positions(model)
         return
     for module in _mixers(model):
-        if not isinstance(vars(module).get("forward"), PatchedMixer):
+        if patched_mixer(module) is None:
             raise UnsupportedModelError(
                 f"packed sequences in {type(model).__name__} need fa_serve.patch(model) after its weights are loaded, because "
                 f"{type(module).__name__} would carry the state of one sequence into the next"

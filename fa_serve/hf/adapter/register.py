@@ -22,6 +22,7 @@ from fa_serve.hf.adapter.flash_branches import PAGED_NAME, read_in_one_call
 from fa_serve.hf.adapter.gathered_keys import computes_attention
 from fa_serve.hf.adapter.masks import mask_forward
 from fa_serve.hf.adapter.models import NAME, check_class, prepare_model, read_source
+from fa_serve.hf.adapter.packed_forwards import unwatch_packs, watched_modules
 from fa_serve.hf.surgery.experts.mixtures import experts_forward
 from fa_serve.hf.surgery.states import patch_states
 from fa_serve.spec import UnsupportedModelError
@@ -123,8 +124,25 @@ def _wrap_methods() -> None:
             if isinstance(part, PreTrainedModel):
                 with contextlib.suppress(UnsupportedModelError):
                     read_source(type(part))
-        return switch(self, attn_implementation, *args, **kwargs)
+        result = switch(self, attn_implementation, *args, **kwargs)
+        _leave_parts(self, attn_implementation)
+        return result
 
     get_correct_attn_implementation.__dict__["asks_fa_serve"] = True
     setattr(PreTrainedModel, original.__name__, get_correct_attn_implementation)
     setattr(PreTrainedModel, switch.__name__, set_attn_implementation)
+
+
+def _leave_parts(model: PreTrainedModel, asked: Any) -> None:
+    """Undo what `patch` and `prepare_model` have done to the parts of a model that was switched to another attention.
+
+    asked: the implementation that the whole model was switched to; a dict names parts, which transformers has switched
+    """
+    ours = (NAME, PAGED_NAME)
+    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
+    if isinstance(asked, str) and model.config._attn_implementation not in ours:
+        for part in parts:  # transformers leaves out parts whose config is a copy, as in `patch`
+            if part.config._attn_implementation in ours:
+                part.config._attn_implementation = model.config._attn_implementation
+    watched = watched_modules(model)
+    unwatch_packs(part for part in parts if part in watched and part.config._attn_implementation not in ours)

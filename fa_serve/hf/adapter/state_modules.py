@@ -18,6 +18,7 @@ Left out: whether the result equals that of the module's own code, which surgery
 
 from __future__ import annotations
 
+import functools
 import inspect
 import types
 from collections.abc import Callable, Iterable, Mapping
@@ -71,20 +72,38 @@ def _own_forward(module: nn.Module) -> Any:
 
 
 def _own_forward_with(module: nn.Module, functions: Mapping[str, Callable[..., Any]]) -> Callable[..., Any]:
-    """The code of a module's own forward, with other functions under these names. Its first argument is the module."""
+    """The code of a module's own forward, with other functions under these names. Its first argument is the module.
+
+    The decorators of the forward stay around it: transformers' `force_accelerate_hooks` brings offloaded weights that the code
+    reads, instead of calling their modules.
+    """
     own = _own_forward(module)
     # torch.compile keeps what it compiles with a code object, so that functions with other globals must not share one
     forward = types.FunctionType(
         own.__code__.replace(), {**own.__globals__, **functions}, own.__name__, own.__defaults__, own.__closure__
     )
     forward.__kwdefaults__ = own.__kwdefaults__
+    decorated = _decorated(type(module).forward, forward)
     name = cache_argument(own)
 
     def with_any_cache_name(*args: Any, **kwargs: Any) -> Any:
         # callers may name the cache as earlier releases did; wrappers of the forward translate such names, but are not in `own`
-        return forward(*args, **{name if given in CACHE_NAMES else given: value for given, value in kwargs.items()})
+        return decorated(*args, **{name if given in CACHE_NAMES else given: value for given, value in kwargs.items()})
 
     return with_any_cache_name
+
+
+def _decorated(outer: Any, innermost: Callable[..., Any]) -> Callable[..., Any]:
+    """The decorators of `outer` around another function than the one they decorate."""
+    wrapped = getattr(outer, "__wrapped__", None)
+    if wrapped is None:
+        return innermost
+    inner = _decorated(wrapped, innermost)
+    cells = [types.CellType(inner) if cell.cell_contents is wrapped else cell for cell in outer.__closure__ or ()]
+    if all(cell.cell_contents is not inner for cell in cells):
+        return inner  # it does not call the function by a name of its closure
+    code = outer.__code__.replace()
+    return functools.wraps(inner)(types.FunctionType(code, outer.__globals__, outer.__name__, outer.__defaults__, tuple(cells)))
 
 
 def reference_forward(module: nn.Module) -> Callable[..., Any]:
@@ -176,6 +195,13 @@ class PatchedMixer:
         self._num_calls += 1
         out = self._states.compute(key, call)
         return out, out.new_empty(0)
+
+
+def patched_mixer(module: nn.Module) -> PatchedMixer | None:
+    """The PatchedMixer of a module, also one that accelerate's hooks have replaced by a forward that calls it."""
+    own = vars(module)
+    found = (own.get("forward"), own.get("_old_forward"))
+    return next((forward for forward in found if isinstance(forward, PatchedMixer)), None)
 
 
 def convolution(

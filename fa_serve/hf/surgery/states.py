@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fa_serve import ops
-from fa_serve.hf.adapter.state_modules import PatchedMixer, find_state_modules, reference_forward
+from fa_serve.hf.adapter.state_modules import PatchedMixer, find_state_modules, patched_mixer, reference_forward
 from fa_serve.hf.adapter.step_cache import ComputesStates, PagedStates, StateProbe, StepCache
 from fa_serve.hf.surgery.divide.weights import DIVIDED_MODULES, sums_paused
 from fa_serve.hf.surgery.proof import (
@@ -71,7 +71,7 @@ def patch_states(model: PreTrainedModel) -> None:
     """
     modules = find_state_modules(model)
     numbers = {module: number for number, module in enumerate(modules)}
-    found = [module for module in modules if not isinstance(vars(module).get("forward"), PatchedMixer)]
+    found = [module for module in modules if patched_mixer(module) is None]
     if not found:
         return
     refused: list[str] = []

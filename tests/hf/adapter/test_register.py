@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hf_families import BY_NAME, tokens
+from hf_families import BY_NAME, assert_same, tokens
 from torch_processes import after_torch, after_transformers
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
@@ -94,3 +95,22 @@ def test_patch_refuses_before_it_changes_anything() -> None:
     with pytest.raises(UnsupportedModelError, match="BloomModel computes its attention itself"):
         fa_serve.patch(model)
     assert model.config._attn_implementation == "eager"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["llama", "t5"])
+def test_a_model_that_is_switched_back_is_as_it_was(name: str) -> None:
+    """All its parts have the other attention, and arguments that tell packed sequences change and refuse nothing."""
+    eager = BY_NAME[name].build()
+    model = fa_serve.patch(copy.deepcopy(eager))
+    model.set_attn_implementation("eager")
+    cu_seqlens = torch.tensor([0, 5, 12], dtype=torch.int32)
+    given = {"input_ids": tokens(1, 12), "cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens}
+    if name == "t5":
+        given = {"input_ids": tokens(1, 12), "decoder_input_ids": tokens(1, 12), "output_attentions": True}
+    assert torch.equal(model(**given).logits, eager(**given).logits)
+    assert {part.config._attn_implementation for part in model.modules() if hasattr(part, "get_input_embeddings")} == {"eager"}
+    assert fa_serve.patch(model).config._attn_implementation == "fa_serve"
+    if name == "llama":
+        packed = model(**given, max_length_q=7, max_length_k=7, use_cache=False).logits
+        assert_same(packed[:, 5:], eager(input_ids=tokens(1, 12)[:, 5:]).logits)

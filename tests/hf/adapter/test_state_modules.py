@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 from typing import Any
 
@@ -73,8 +74,11 @@ def test_a_seat_is_compiled_in_one_graph(name: str) -> None:
 def test_seats_share_no_code_object_which_torch_compile_would_take_for_one_function() -> None:
     model = BY_NAME["kimi-linear"].build(num_hidden_layers=3, layer_types=[*["linear_attention"] * 2, "full_attention"])
     mixers = find_state_modules(model)
-    codes = [_own_forward_with(mixer, {}).__closure__[0].cell_contents.__code__ for mixer in mixers]
-    assert len({id(code) for code in (*codes, type(mixers[0]).forward.__code__)}) == 3
+    forwards = [_own_forward_with(mixer, {}).__closure__[0].cell_contents for mixer in mixers]
+    decorators = [forward.__code__ for forward in forwards]
+    assert len({id(code) for code in (*decorators, type(mixers[0]).forward.__code__)}) == 3
+    codes = [inspect.unwrap(forward).__code__ for forward in forwards]
+    assert len({id(code) for code in (*codes, inspect.unwrap(type(mixers[0]).forward).__code__)}) == 3
 
 
 @torch.no_grad()
