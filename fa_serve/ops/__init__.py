@@ -293,6 +293,18 @@ def add(x: Tensor, y: Tensor, *, alpha: float = 1.0) -> Tensor:
     return select_ops(x.device).add(x, y, alpha)
 
 
+def add_gated(x: Tensor, y: Tensor, shared: Tensor, rows: Tensor, gate: Tensor, *, alpha: float = 1.0) -> Tensor:
+    """Add alpha * (y + sigmoid(rows @ gate) * shared) to x in place: a mixture whose shared expert has a gate.
+
+    x:               (total, width), contiguous
+    y, shared, rows: (total, width), the elements of a row contiguous
+    gate:            (width,), contiguous
+
+    Returns x. Left out: gradients.
+    """
+    return select_ops(x.device).add_gated(x, y, shared, rows, gate, alpha)
+
+
 def merge_attention(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> Tensor:
     """Merge the attention of the same queries over two disjoint sets of keys, in place.
 

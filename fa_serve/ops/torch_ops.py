@@ -156,6 +156,10 @@ class TorchOps:
     def add(self, x: Tensor, y: Tensor, alpha: float, /) -> Tensor:
         return x.copy_(_wide(x).add(_wide(y), alpha=alpha))
 
+    def add_gated(self, x: Tensor, y: Tensor, shared: Tensor, rows: Tensor, gate: Tensor, alpha: float, /) -> Tensor:
+        share = (_wide(rows) * _wide(gate)).sum(dim=1, keepdim=True).sigmoid()
+        return x.copy_(_wide(x).add(_wide(y) + share * _wide(shared), alpha=alpha))
+
     def merge_attention(self, out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor, /) -> Tensor:
         share = (lse - torch.logaddexp(lse, other_lse)).exp().nan_to_num_(0.0).t()[..., None]
         other_share = (other_lse - torch.logaddexp(lse, other_lse)).exp().nan_to_num_(0.0).t()[..., None]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from fa_serve.ops.elementwise.activation import launch_act_and_mul
-from fa_serve.ops.elementwise.addition import launch_add
+from fa_serve.ops.elementwise.addition import launch_add, launch_add_gated
 from fa_serve.ops.elementwise.attention_parts import launch_merge_attention
 from fa_serve.ops.elementwise.gates import launch_delta_gates, launch_gate_heads
 from fa_serve.ops.elementwise.gradients import (
@@ -49,6 +49,7 @@ class TritonOps:
     gate_heads = staticmethod(launch_gate_heads)
     delta_gates = staticmethod(launch_delta_gates)
     add = staticmethod(launch_add)
+    add_gated = staticmethod(launch_add_gated)
     merge_attention = staticmethod(launch_merge_attention)
     move_rows = staticmethod(launch_move_rows)
     sample_rows = staticmethod(launch_sample_rows)

@@ -71,6 +71,16 @@ def test_add(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+@pytest.mark.parametrize(("total", "width"), [(1, 2048), (64, 2048), (33, 3000)])
+def test_add_gated(total: int, width: int, dtype: torch.dtype) -> None:
+    for seed in range(CALLS):
+        x, y, shared, rows = (inputs(total, width, dtype=dtype, seed=seed + 9 * n) for n in range(4))
+        gate = inputs(width, dtype=dtype, seed=seed + 40) * 0.05
+        exact = EXACT.add_gated(x.double(), y.double(), shared.double(), rows.double(), gate.double(), 0.3)
+        assert_rounded_once(ops.add_gated(x, y, shared, rows, gate, alpha=0.3), exact)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
 @pytest.mark.parametrize("activation", ops.ACTIVATIONS)
 def test_act_and_mul(activation: str, dtype: torch.dtype) -> None:
     for seed in range(CALLS):

@@ -5,7 +5,8 @@
 No layer is recognised by the name of its class. A kind of layer is given by its modules, their settings and the options of its
 attention. Each kind is computed in float32 on the same input by its own code and by `FusedLayer`. It is fused only if queries,
 keys, values, the cache and the output agree (surgery/proof.py). Routers and shared experts of mixtures are fused as well
-(router.py, unit.py).
+(router.py, unit.py), and so are the sums of mixtures whose shared expert has a gate (mixture.py) and the norm behind the last
+layer (last_norm.py).
 
 Layers with latent attention are proven twice, in the plain and in the absorbed form (latent.py). Once fused, they cache latent
 keys, so `cached_layers` returns what each layer of the fused model stores in the cache.
@@ -37,9 +38,11 @@ from fa_serve.hf.adapter.translate import LayerCall
 from fa_serve.hf.latent_layers import LatentSizes, latent_sizes, latent_spec
 from fa_serve.hf.surgery.divide.weights import sums_paused
 from fa_serve.hf.surgery.experts.scaled import ScaledExperts
+from fa_serve.hf.surgery.fuse.last_norm import FusedNorm, fuse_last_norms
 from fa_serve.hf.surgery.fuse.latent import LatentAttention, build_latent
 from fa_serve.hf.surgery.fuse.layer import FusedAttention, FusedLayer, LayerStep, Tables, build_heads, cos_and_sin
 from fa_serve.hf.surgery.fuse.mixers import DeltaMixer, MixerCall, StateStep, build_mixer, find_mixer
+from fa_serve.hf.surgery.fuse.mixture import fuse_mixtures
 from fa_serve.hf.surgery.fuse.parts import FusedProduct, gated_unit, norm_of, product_of
 from fa_serve.hf.surgery.fuse.router import FusedRouter, fuse_routers
 from fa_serve.hf.surgery.fuse.unit import FusedUnit, fuse_units
@@ -71,6 +74,8 @@ ROTATIONS = {
 """The forms of rotary embedding that a layer may have, and how messages describe them."""
 TABLES: dict[str, Tables] = {"halves": "twice", "half tables": "once"}
 """The ROTATIONS of layers without latent attention that rotate, and how their tables hold the angles."""
+_REPLACED = FusedLayer | FusedNorm | FusedRouter | FusedUnit | ScaledExperts | PaddedMlp
+"""The forwards that an engine gives to modules of a model."""
 FAR = 1 << 20
 """The number that the proof adds to the positions that a layer gets."""
 
@@ -87,6 +92,8 @@ def fuse_model(model: PreTrainedModel, *, deterministic: bool = False) -> int:
     layers = [module for module in model.modules() if isinstance(vars(module).get("forward"), FusedLayer)]
     if not deterministic:
         patch_latent_keys(module for module in model.modules() if module not in layers)
+        fuse_mixtures(model)
+        fuse_last_norms(model)
     # deterministic: mixtures outside of fused layers run their own code, both in the engine and in exact forwards
     mixtures = nn.ModuleList(layers) if deterministic else model
     fuse_routers(mixtures, live=deterministic)
@@ -141,7 +148,7 @@ def fuse_layers(model: PreTrainedModel, *, deterministic: bool = False) -> int:
 def unfuse_model(model: PreTrainedModel) -> None:
     """Give the modules that an earlier engine has fused in this model their own forward again."""
     for module in model.modules():
-        if isinstance(vars(module).get("forward"), FusedLayer | FusedRouter | FusedUnit | ScaledExperts | PaddedMlp):
+        if isinstance(vars(module).get("forward"), _REPLACED):
             del module.forward
     unpatch_latent_keys(model)
 

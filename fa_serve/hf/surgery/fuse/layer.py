@@ -7,7 +7,7 @@ with q, k and v projections takes about ten launches: q/k/v and gate/up are one 
 keys, the rotary embedding and the write to the cache are one kernel; and the output projections add to the residual stream.
 
 Left out: which layers can be computed like this (fusion.py), how their projections and norms are found (parts.py), the kernels
-(fa_serve.ops), the embedding, the last norm and the head.
+(fa_serve.ops), the last norm (last_norm.py), the embedding and the head.
 """
 
 from __future__ import annotations
@@ -180,6 +180,19 @@ def build_heads(attention: Any, call: LayerCall, tables: Tables | None) -> Heads
     )
 
 
+class AddsParts(Protocol):
+    """A mixture that adds its parts to the residual stream in one launch (mixture.py)."""
+
+    @property
+    def adds_parts(self) -> bool:
+        """Whether `add` computes what the mixture computes now."""
+        ...
+
+    def add(self, x: Tensor, h: Tensor, alpha: float) -> Tensor:
+        """Add alpha times the output for h to x, in place. x, h: (total, hidden). Returns x."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class FusedLayer:
     """Replaces the `forward` of a decoder layer.
@@ -195,6 +208,7 @@ class FusedLayer:
     gate_up, down: projections of the gated unit, gate and up merged; None for an MLP that is not a gated unit
     activation: activation of the gated unit
     multiplier: factor of the output of each part when it is added to the residual stream
+    mixture:    how the parts of an MLP are added if it is a mixture; None if it is called as a whole
     """
 
     original: Callable[..., Any]
@@ -211,6 +225,7 @@ class FusedLayer:
     activation: str
     mlp: nn.Module
     multiplier: float
+    mixture: AddsParts | None = None
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         batch = kwargs.get("fa_serve_batch")
@@ -247,7 +262,10 @@ class FusedLayer:
         if self.gate_up is not None and self.down is not None:
             gated = project(self.gate_up, h, norm=norm, activation=self.activation, next_weight=self.down.weight)
             return self._add(x, gated, self.down, self.after_mlp, None)[0]
-        h = self.mlp((h if norm is None else ops.rms_norm(h, norm))[None])
+        h = h if norm is None else ops.rms_norm(h, norm)
+        if self.mixture is not None and self.mixture.adds_parts:
+            return self.mixture.add(x, h, self.multiplier)
+        h = self.mlp(h[None])
         h = (h[0] if isinstance(h, tuple) else h)[0]  # a mixture of experts may also return its router's choice
         return ops.add(x, h, alpha=self.multiplier) if self.after_mlp is None else ops.rms_norm(h, self.after_mlp, residual=x)
 

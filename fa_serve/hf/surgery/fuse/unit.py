@@ -6,8 +6,8 @@ Such a unit has the same parent module as the experts that a router chooses from
 next to the experts that has the projections of a gated unit runs in float32 on random rows, and is fused if two products
 compute the same. Its gate and up projections are merged, as in a fused layer (parts.py).
 
-Left out: the gate by which some models multiply a unit's output, which stays the model's own code, and units that are divided
-between ranks, which run their own code. `model.generate` also runs fused units.
+Left out: the gate by which some models multiply a unit's output (mixture.py), and units that are divided between ranks, which
+run their own code. `model.generate` also runs fused units.
 """
 
 from __future__ import annotations
