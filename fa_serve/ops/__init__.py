@@ -176,6 +176,19 @@ def layer_norm(x: Tensor, norm: LayerNorm, *, residual: Tensor | None = None, ke
     return select_ops(x.device).layer_norm(x, norm, residual, keep_sum)
 
 
+def rotary_tables(
+    positions: Tensor, frequencies: Tensor, scale: float, dtype: torch.dtype, repeats: int
+) -> tuple[Tensor, Tensor]:
+    """Compute scale * cos(angle) and scale * sin(angle) for angle = position * frequency, in float32.
+
+    positions:   (total,) integers
+    frequencies: (angles,), contiguous
+    repeats:     1 or 2: how often each angle follows in a row
+    Returns cos and sin, (total, repeats * angles) each, in dtype. Source: RoFormer (Su et al. 2021), section 3.4.2.
+    """
+    return select_ops(positions.device).rotary_tables(positions, frequencies, scale, dtype, repeats)
+
+
 def rotary_store_kv(
     qkv: Tensor,
     k_cache: Tensor,

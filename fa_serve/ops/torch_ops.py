@@ -143,6 +143,12 @@ class TorchOps:
         store_kv(*parts, slot_mapping, k_descale=descale, v_descale=descale)
         return keys[:, 0]
 
+    def rotary_tables(
+        self, positions: Tensor, frequencies: Tensor, scale: float, dtype: torch.dtype, repeats: int, /
+    ) -> tuple[Tensor, Tensor]:
+        angles = (positions[:, None].float() * frequencies.float()).repeat(1, repeats)
+        return (scale * angles.cos()).to(dtype), (scale * angles.sin()).to(dtype)
+
     def gate_heads(self, x: Tensor, gate: Tensor, activation: GateActivation, norm: Norm | None, /) -> Tensor:
         y = _wide(x) if norm is None else _normed(x, norm)
         wide = _wide(gate)

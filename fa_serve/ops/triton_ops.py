@@ -21,6 +21,7 @@ from fa_serve.ops.elementwise.gradients import (
 from fa_serve.ops.elementwise.norm import launch_layer_norm, launch_rms_norm
 from fa_serve.ops.elementwise.rotary import launch_rotary_store_kv
 from fa_serve.ops.elementwise.rotary_latent import launch_rotary_store_latent
+from fa_serve.ops.elementwise.rotary_tables import launch_rotary_tables
 from fa_serve.ops.elementwise.row_copies import launch_move_rows
 from fa_serve.ops.lora.kernel import launch_add_lora
 from fa_serve.ops.lora.problem import LoraBatch, LoraWeights
@@ -46,6 +47,7 @@ class TritonOps:
     rotary_store_kv = staticmethod(launch_rotary_store_kv)
     rotary_store_latent = staticmethod(launch_rotary_store_latent)
     act_and_mul = staticmethod(launch_act_and_mul)
+    rotary_tables = staticmethod(launch_rotary_tables)
     gate_heads = staticmethod(launch_gate_heads)
     delta_gates = staticmethod(launch_delta_gates)
     add = staticmethod(launch_add)

@@ -81,6 +81,19 @@ def test_add_gated(total: int, width: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+@pytest.mark.parametrize("repeats", [1, 2])
+def test_rotary_tables(repeats: int, dtype: torch.dtype) -> None:
+    """The angle is rounded to float32 before its cosine is taken, which far positions show."""
+    positions = torch.tensor([0, 1, 17, 4095, 131_071, 1 << 20], device="cuda")
+    frequencies = 1e6 ** -(torch.arange(0, 128, 2, device="cuda") / 128)
+    angles = (positions[:, None].float() * frequencies).double().repeat(1, repeats)
+    for _ in range(CALLS):
+        cos, sin = ops.rotary_tables(positions, frequencies, 1.25, dtype, repeats)
+        assert_rounded_once(cos, 1.25 * angles.cos())
+        assert_rounded_once(sin, 1.25 * angles.sin())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
 @pytest.mark.parametrize("activation", ops.ACTIVATIONS)
 def test_act_and_mul(activation: str, dtype: torch.dtype) -> None:
     for seed in range(CALLS):

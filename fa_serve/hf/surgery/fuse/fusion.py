@@ -5,8 +5,8 @@
 No layer is recognised by the name of its class. A kind of layer is given by its modules, their settings and the options of its
 attention. Each kind is computed in float32 on the same input by its own code and by `FusedLayer`. It is fused only if queries,
 keys, values, the cache and the output agree (surgery/proof.py). Routers and shared experts of mixtures are fused as well
-(router.py, unit.py), and so are the sums of mixtures whose shared expert has a gate (mixture.py) and the norm behind the last
-layer (last_norm.py).
+(router.py, unit.py), and so are the sums of mixtures whose shared expert has a gate (mixture.py), the norm behind the last
+layer (last_norm.py), and cos and sin of the rotary embedding (rotary_tables.py).
 
 Layers with latent attention are proven twice, in the plain and in the absorbed form (latent.py). Once fused, they cache latent
 keys, so `cached_layers` returns what each layer of the fused model stores in the cache.
@@ -44,6 +44,7 @@ from fa_serve.hf.surgery.fuse.layer import FusedAttention, FusedLayer, LayerStep
 from fa_serve.hf.surgery.fuse.mixers import DeltaMixer, MixerCall, StateStep, build_mixer, find_mixer
 from fa_serve.hf.surgery.fuse.mixture import fuse_mixtures
 from fa_serve.hf.surgery.fuse.parts import FusedProduct, gated_unit, norm_of, product_of
+from fa_serve.hf.surgery.fuse.rotary_tables import FusedRotaryTables, fuse_rotary_tables
 from fa_serve.hf.surgery.fuse.router import FusedRouter, fuse_routers
 from fa_serve.hf.surgery.fuse.unit import FusedUnit, fuse_units
 from fa_serve.hf.surgery.latent_keys import patch_latent_keys, unpatch_latent_keys
@@ -74,7 +75,7 @@ ROTATIONS = {
 """The forms of rotary embedding that a layer may have, and how messages describe them."""
 TABLES: dict[str, Tables] = {"halves": "twice", "half tables": "once"}
 """The ROTATIONS of layers without latent attention that rotate, and how their tables hold the angles."""
-_REPLACED = FusedLayer | FusedNorm | FusedRouter | FusedUnit | ScaledExperts | PaddedMlp
+_REPLACED = FusedLayer | FusedNorm | FusedRotaryTables | FusedRouter | FusedUnit | ScaledExperts | PaddedMlp
 """The forwards that an engine gives to modules of a model."""
 FAR = 1 << 20
 """The number that the proof adds to the positions that a layer gets."""
@@ -94,6 +95,7 @@ def fuse_model(model: PreTrainedModel, *, deterministic: bool = False) -> int:
         patch_latent_keys(module for module in model.modules() if module not in layers)
         fuse_mixtures(model)
         fuse_last_norms(model)
+        fuse_rotary_tables(model)
     # deterministic: mixtures outside of fused layers run their own code, both in the engine and in exact forwards
     mixtures = nn.ModuleList(layers) if deterministic else model
     fuse_routers(mixtures, live=deterministic)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from fa_serve import ops
-from fa_serve.hf.surgery.fuse.layer import FusedLayer
+from fa_serve.hf.surgery.fuse.layer import beside_fused_layers
 from fa_serve.hf.surgery.fuse.parts import norm_of, runs_original
 from fa_serve.hf.surgery.proof import NotReplacedError, check_untouched, float32_copy, functions_agree, replace_forwards
 
@@ -57,14 +57,11 @@ def fuse_last_norms(model: nn.Module) -> int:
 
 
 def _last_norms(model: nn.Module) -> Iterator[nn.Module]:
-    """Modules next to a list of fused layers that have one row of weights, and no parts."""
-    for parent in model.modules():
-        lists = [child for child in parent.children() if isinstance(child, nn.ModuleList)]
-        if any(isinstance(vars(layer).get("forward"), FusedLayer) for layers in lists for layer in layers):
-            for child in parent.children():
-                weight = getattr(child, "weight", None)
-                if isinstance(weight, Tensor) and weight.dim() == 1 and not [*child.children()]:
-                    yield child
+    """Modules next to fused layers that have one row of weights."""
+    for module in beside_fused_layers(model):
+        weight = getattr(module, "weight", None)
+        if isinstance(weight, Tensor) and weight.dim() == 1:
+            yield module
 
 
 def _build(module: Any) -> FusedNorm:

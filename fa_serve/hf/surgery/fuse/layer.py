@@ -12,7 +12,7 @@ Left out: which layers can be computed like this (fusion.py), how their projecti
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple, Protocol, cast, runtime_checkable
@@ -294,6 +294,15 @@ class FusedLayer:
         else:
             x = ops.rms_norm(project(product, h), after, residual=x)
         return x, x, before
+
+
+def beside_fused_layers(model: nn.Module) -> Iterator[nn.Module]:
+    """The modules without parts that have the same parent module as a list of fused layers."""
+    for parent in model.modules():
+        children = list(parent.children())
+        lists = [child for child in children if isinstance(child, nn.ModuleList)]
+        if any(isinstance(vars(layer).get("forward"), FusedLayer) for layers in lists for layer in layers):
+            yield from (child for child in children if not [*child.children()])
 
 
 def cos_and_sin(position_embeddings: Any) -> tuple[Tensor, Tensor]:
