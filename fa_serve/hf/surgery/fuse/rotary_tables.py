@@ -4,8 +4,8 @@
 
 Such a module has the same parent module as fused layers, and a vector `inv_freq`. It is not recognised by its name: a copy
 gets positions near and far, also beyond those that the model was trained for, and the module is fused if cos and sin agree
-with those of `ops.rotary_tables`. So frequencies that depend on the length of the sequence (dynamic scaling, LongRoPE), on the layer,
-or on positions of three dimensions are left to the model's own code. Left out: deterministic mode, and gradients.
+with those of `ops.rotary_tables`. So frequencies that depend on the length of the sequence (dynamic scaling, LongRoPE), on the
+layer, or on positions of three dimensions are left to the model's own code. Left out: deterministic mode, and gradients.
 """
 
 from __future__ import annotations
