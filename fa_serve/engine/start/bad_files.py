@@ -44,12 +44,15 @@ def find_model_folder(path: str) -> Path | None:
         return None
 
 
-def name_bad_file(path: str, error: Exception) -> None:
-    """Raise OSError for the first file of the model that cannot be read, if there is one."""
+def name_bad_file(path: str, error: Exception, subfolder: str = "") -> None:
+    """Raise OSError for the first file of the model that cannot be read, if there is one.
+
+    subfolder: the part of the model's folder that has the files; "" for the folder itself
+    """
     folder = find_model_folder(path)
-    if folder is None:
+    if folder is None or not (folder / subfolder).is_dir():
         return  # the error is about finding the model
-    for file in sorted(folder.iterdir()):
+    for file in sorted((folder / subfolder).iterdir()):
         if reason := _unreadable(file):
             raise OSError(f"the model's file {file} cannot be read: {reason}") from error
 
