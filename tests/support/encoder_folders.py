@@ -15,6 +15,8 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerFast
 
+from fa_serve.hf.encoders.load import encoder_class
+
 LETTERS = [chr(97 + i) for i in range(26)]
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 VOCABULARY = [*SPECIAL, *LETTERS, *("##" + letter for letter in LETTERS), *".,:?!", *"0123456789"]
@@ -56,6 +58,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3-causal": ("gemma3_text", _DECODER | _ALTERNATING | {"sliding_window": 8}),
 }
 """By name: the type of the model, and what its config has besides. gte models are bert, modernbert and qwen."""
+PADDED = ("mpnet", "t5")
+"""Families whose batches are padded. MPNet has its own attention, and T5's bias is that of the distance in the batch."""
 PLACES = {
     "SpladePooling": "sparse_encoder.modules.splade_pooling",
     "MultiVectorMask": "multi_vector_encoder.modules.multi_vector_mask",
@@ -100,6 +104,13 @@ def make_encoder(family: str, head: str = "Model", **settings: Any) -> PreTraine
                 parameter.normal_(std=1.5 / math.sqrt(parameter.shape[-1]))
             elif name.endswith("bias"):
                 parameter.normal_(std=0.3)
+    return model
+
+
+def load_eager(path: Path) -> PreTrainedModel:
+    """The float32 transformer of a folder with its own attention, without the decoder that its type may have."""
+    config, auto = encoder_class(AutoConfig.from_pretrained(path), "embed")
+    model: PreTrainedModel = auto.from_pretrained(path, config=config, attn_implementation="eager").eval()
     return model
 
 

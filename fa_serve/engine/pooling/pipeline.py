@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -24,12 +25,13 @@ from fa_serve.engine.events import PhaseClock
 from fa_serve.engine.pooling.graphs import EncoderGraphs
 from fa_serve.engine.pooling.inputs import EncoderInputs
 from fa_serve.engine.pooling.params import EncoderCard, PooledRows, PoolingParams
+from fa_serve.engine.start.bad_files import name_bad_file, name_bad_folder, require_any_file
 from fa_serve.engine.start.loading import load_tokenizer
-from fa_serve.hf.encoders.folder import EncoderTask, read_folder
+from fa_serve.hf.encoders.folder import EncoderFolder, EncoderTask, read_folder
 from fa_serve.hf.encoders.load import LoadedEncoder, load_encoder
 from fa_serve.hf.encoders.modules import TokenPooling, is_unit_length, output_size, pool, splade_weights
 from fa_serve.hf.encoders.packed import Batches, PackedInputs, PackedModel
-from fa_serve.hf.model_location import find_model
+from fa_serve.hf.model_location import WEIGHT_FILES, find_model
 from fa_serve.spec import ParameterError
 
 Rows = np.ndarray[Any, np.dtype[np.float32]]
@@ -63,7 +65,8 @@ class Pipeline:
 
     @classmethod
     def load(cls, config: EngineConfig, clock: PhaseClock) -> Pipeline:
-        """Load the model that the config names. Raises ParameterError and what transformers raises."""
+        """Load the model that the config names. Raises ParameterError, what transformers raises, and OSError that names a file
+        that cannot be read."""
         path = config.model_path()
         find_model(path)
         task = config.resolve_task()
@@ -73,7 +76,7 @@ class Pipeline:
         folder = read_folder(path, cast(EncoderTask, task))
         tokenizer = load_tokenizer(config)
         device = torch.device(config.resolve_device())
-        loaded = load_encoder(folder, dtype=config.dtype, device=device, trust_remote_code=config.trust_remote_code)
+        loaded = _load_encoder(folder, config, device)
         fuses = config.fuses and (device.type == "cpu" or FUSES_ON_GPU)
         fused = loaded.model.fuse() if fuses else 0
         facts = f"task {task}, {_BATCHES[loaded.model.batches]}, {fused} fused layers"
@@ -149,6 +152,20 @@ class Pipeline:
         else:
             kept = kept.copy()
         return PooledRows(kept, rows.ends), finite
+
+
+def _load_encoder(folder: EncoderFolder, config: EngineConfig, device: torch.device) -> LoadedEncoder:
+    """Raises as `load_encoder`, and OSError that names a file that cannot be read, because libraries do not name it."""
+    try:
+        return load_encoder(folder, dtype=config.dtype, device=device, trust_remote_code=config.trust_remote_code)
+    except ParameterError:
+        raise  # the files can be read but not used
+    except Exception as error:
+        name_bad_file(folder.path, error, folder.subfolder)
+        if isinstance(error, OSError):
+            require_any_file(str(Path(folder.path, folder.subfolder)), WEIGHT_FILES, "weights", error)
+        name_bad_folder(folder.path, error)
+        raise
 
 
 def _size(task: str, loaded: LoadedEncoder, modules: Sequence[nn.Module]) -> int:

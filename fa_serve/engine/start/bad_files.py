@@ -44,12 +44,15 @@ def find_model_folder(path: str) -> Path | None:
         return None
 
 
-def name_bad_file(path: str, error: Exception) -> None:
-    """Raise OSError for the first file of the model that cannot be read, if there is one."""
+def name_bad_file(path: str, error: Exception, subfolder: str = "") -> None:
+    """Raise OSError for the first file of the model that cannot be read, if there is one.
+
+    subfolder: the part of the model's folder that has the files; "" for the folder itself
+    """
     folder = find_model_folder(path)
-    if folder is None:
+    if folder is None or not (folder / subfolder).is_dir():
         return  # the error is about finding the model
-    for file in sorted(folder.iterdir()):
+    for file in sorted((folder / subfolder).iterdir()):
         if reason := _unreadable(file):
             raise OSError(f"the model's file {file} cannot be read: {reason}") from error
 
@@ -81,14 +84,17 @@ def require_tensors_for_layers(path: str, known: Any) -> None:
 
 
 def require_enough_experts(known: Any) -> None:
-    """Raise ParameterError if a config chooses more experts for a token than there are, which no forward can compute."""
+    """Raise ParameterError if a config of a mixture chooses no expert for a token, or more than there are.
+
+    No forward can compute more. With none, transformers adds nothing for the experts, and the tokens have no meaning.
+    """
     config = known.get_text_config()
     counts = [getattr(config, name, None) for name in EXPERT_COUNTS]
     most = max((count for count in counts if isinstance(count, int)), default=0)
     for name in TOP_K:
         chosen = getattr(config, name, None)
-        if isinstance(chosen, int) and most > 0 and not 0 <= chosen <= most:
-            raise ParameterError(name, f"be between 0 and {most}, the number of experts in the model's config.json", chosen)
+        if isinstance(chosen, int) and most > 0 and not 1 <= chosen <= most:
+            raise ParameterError(name, f"be between 1 and {most}, the number of experts in the model's config.json", chosen)
 
 
 def require_readable_config(path: str, name: str) -> None:

@@ -329,8 +329,8 @@ def load_tokenizer(config: EngineConfig) -> Any:
     try:
         return AutoTokenizer.from_pretrained(path, subfolder=subfolder, trust_remote_code=config.trust_remote_code)
     except Exception as error:
-        name_bad_file(path, error)
-        require_any_file(path, TOKENIZER_FILES, "a tokenizer", error)
+        name_bad_file(path, error, subfolder)
+        require_any_file(str(Path(path, subfolder)), TOKENIZER_FILES, "a tokenizer", error)
         name_bad_folder(path, error)
         raise
 

@@ -207,7 +207,7 @@ class LoraAdapter:
 
 
 def read_adapter(folder: str | Path, max_bytes: int = 1 << 40) -> LoraAdapter:
-    """Read an adapter. max_bytes: the largest size of its file of weights
+    """Read an adapter. max_bytes: the largest size of its file of weights, the engine's lora_host_bytes
 
     Raises ParameterError for an adapter that is broken or that fa_serve does not compute; its field is a field of
     adapter_config.json or the name of a tensor. Raises OSError for files that cannot be read.
@@ -344,7 +344,7 @@ def _check_header(path: Path, max_bytes: int) -> None:
     """Refuse a file that is too large, or whose header is too large, before it is loaded into memory."""
     size = path.stat().st_size
     if size > max_bytes:
-        raise ParameterError(WEIGHTS_FILE, f"have at most {max_bytes} bytes", size)
+        raise ParameterError(WEIGHTS_FILE, f"have at most {max_bytes} bytes, as lora_host_bytes (--lora-host-bytes) says", size)
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
     if size < 8 or length > min(MAX_HEADER_BYTES, size - 8):

@@ -9,12 +9,11 @@ error. Left out: files other than safetensors, and formats that transformers loa
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 from torch import nn
 
-from fa_serve.hf.weights.file_names import names_in_files
+from fa_serve.hf.weights.file_names import names_in_model
 from fa_serve.hf.weights.formats import Rounded
 from fa_serve.hf.weights.headers import headers, weight_files
 from fa_serve.spec import ParameterError
@@ -34,14 +33,9 @@ def check_float_files(folder: Path, model: nn.Module) -> None:
         if not isinstance(getattr(module, "scheme", None), Rounded):
             own |= {f"{layer}.{name}" for name in getattr(module, "expected", ())}
     plain = {name for name, tensor in model.named_parameters() if tensor.is_floating_point() and name not in own}
-    names = names_in_files(model)
-    renamed = [names[stem] for name in plain if (stem := name.removesuffix(".weight")) in names]
-    experts = {name.rpartition(".0.")[0] for name in renamed if ".experts.0." in name}
-    plain |= {form for name in renamed for form in (name, f"{name}.weight")}
-    prefix = getattr(model, "base_model_prefix", "")
-    for key, (dtype, _) in headers(weight_files(folder)):
-        of_expert = re.fullmatch(r"(.*\.experts)\.\d+\.\w+\.weight", key)
-        forms = (key, f"{prefix}.{key}", key.removeprefix(f"{prefix}."))  # a head may be left out of the files, or of the model
-        is_plain = not plain.isdisjoint(forms) or (of_expert is not None and of_expert[1] in experts)
-        if is_plain and dtype not in PLAIN:
-            raise ParameterError(key, RULE, dtype)
+    found = dict(headers(weight_files(folder)))
+    if all(header.dtype in PLAIN for header in found.values()):
+        return
+    for key, name in names_in_model(model, found).items():
+        if name in plain and found[key].dtype not in PLAIN:
+            raise ParameterError(key, RULE, found[key].dtype)

@@ -64,3 +64,34 @@ def test_inputs_of_one_token_have_rows_of_tokens(tmp_path) -> None:
     assert [row.values.shape for row in rows] == [(1, 32)] * 3
     plain = PoolingParams()
     assert [row.values.shape for row in pipeline.rows(pipeline.compute(ones, plain), ones, plain)] == [(32,)] * 3
+
+
+@pytest.mark.parametrize("size", [-10, 100, 4, 0])
+@pytest.mark.parametrize("subfolder", ["", "0_Transformer"])
+def test_weights_that_are_cut_off_are_named(tmp_path, subfolder: str, size: int) -> None:
+    file = save_encoder(tmp_path, subfolder=subfolder) / subfolder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:size])
+    with pytest.raises(OSError, match=rf"the model's file {file} cannot be read: SafetensorError: .* \(\d+ bytes\)$"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize("subfolder", ["", "0_Transformer"])
+def test_a_folder_without_weights_is_named(tmp_path, subfolder: str) -> None:
+    folder = save_encoder(tmp_path, subfolder=subfolder) / subfolder
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(OSError, match=rf"the model's folder {folder} must hold weights \(one of .*\), got none"):
+        load(tmp_path)
+
+
+def test_a_tokenizer_in_a_subfolder_that_is_cut_off_is_named(tmp_path) -> None:
+    file = save_encoder(tmp_path, subfolder="0_Transformer") / "0_Transformer" / "tokenizer.json"
+    file.write_bytes(file.read_bytes()[:50])
+    with pytest.raises(OSError, match=rf"the model's file {file} cannot be read: JSONDecodeError"):
+        load(tmp_path)
+
+
+def test_a_value_in_an_encoders_config_that_no_library_checks_names_the_folder(tmp_path) -> None:
+    file = save_encoder(tmp_path) / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"num_attention_heads": 0}))
+    with pytest.raises(OSError, match=rf"the model's folder {tmp_path} cannot be loaded: .* \(ZeroDivisionError: "):
+        load(tmp_path)

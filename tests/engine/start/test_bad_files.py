@@ -86,16 +86,18 @@ def test_a_config_has_no_more_layers_than_there_are_tensors(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("count", ["num_experts", "num_local_experts", "n_routed_experts"])
-def test_a_config_chooses_no_more_experts_than_there_are(count: str) -> None:
+def test_a_config_chooses_an_expert_and_no_more_than_there_are(count: str) -> None:
     def config(**fields: object) -> SimpleNamespace:
         return SimpleNamespace(get_text_config=lambda: SimpleNamespace(**fields))
 
-    for chosen in (0, 6, None):
+    for chosen in (1, 6, None):
         require_enough_experts(config(**{count: 6, "num_experts_per_tok": chosen}))
     for without in (0, None):
-        require_enough_experts(config(**{count: without, "num_experts_per_tok": 8}))
-    for chosen in (7, -1):
-        with pytest.raises(ParameterError, match="num_experts_per_tok must be between 0 and 6, the number of experts in"):
+        for chosen in (0, 8):
+            require_enough_experts(config(**{count: without, "num_experts_per_tok": chosen}))
+    for chosen in (7, 0, -1):
+        rule = f"num_experts_per_tok must be between 1 and 6, the number of experts in .*, got {chosen}"
+        with pytest.raises(ParameterError, match=rule):
             require_enough_experts(config(**{count: 6, "num_experts_per_tok": chosen}))
 
 

@@ -113,11 +113,12 @@ def test_a_file_with_a_useless_value_is_named(tmp_path, name, content, message) 
         load_model(EngineConfig(model=tmp_path / "model", device="cpu"))
 
 
-def test_more_experts_for_a_token_than_there_are(tmp_path) -> None:
+@pytest.mark.parametrize("chosen", [0, 7])
+def test_a_mixture_that_chooses_no_expert_or_more_than_there_are_is_refused(tmp_path, chosen: int) -> None:
     make_model("qwen3-moe").save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"num_experts_per_tok": 7}))
-    with pytest.raises(ParameterError, match="num_experts_per_tok must be between 0 and 6, the number of experts"):
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_experts_per_tok": chosen}))
+    with pytest.raises(ParameterError, match="num_experts_per_tok must be between 1 and 6, the number of experts"):
         load_model(EngineConfig(model=tmp_path, device="cpu"))
 
 

@@ -44,7 +44,7 @@ def write_config(folder: Path, **changes: object) -> None:
         ({"lora": ["a/b={french}"]}, "lora must be NAME=FOLDER, where NAME must have at most 128 characters, only letters"),
         ({"lora": ["a={french}", "a={french}"]}, "lora must give each adapter a different name"),
         ({"lora": ["a={french}"], "changes": {"peft_type": "LOHA"}}, "lora must name adapters .*: peft_type must be LORA"),
-        ({"lora": ["a={french}"], "lora_host_bytes": 10}, "lora must name adapters .*: adapter_model.safetensors must have at"),
+        ({"lora": ["a={french}"], "lora_host_bytes": 10}, "lora must name adapters .*: .* 10 bytes, as lora_host_bytes"),
         ({"generation_config": "{french}"}, "generation_config must be auto, none, or a folder with a generation_config.json"),
         ({"generation_config": "{bad}"}, "generation_config must be auto, none, .* that can be read"),
         ({"speculative": "draft=./nope"}, "speculative must name a draft model: model must be a hub name"),

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from encoder_folders import FAMILIES, save_encoder
+from encoder_folders import FAMILIES, PADDED, save_encoder
 from transformers import AutoConfig
 
 from fa_serve.engine import Encoder, EngineConfig
@@ -33,7 +33,7 @@ def test_the_facts_are_those_of_the_loaded_encoder(tmp_path: Path, name: str) ->
     assert (facts.task, facts.size, facts.normalizes, facts.labels) == (card.task, card.size, card.normalizes, card.labels)
     assert (", ".join(facts.pooling) or facts.task, facts.prompts) == (card.pooling, tuple(card.prompts))
     assert facts.max_tokens in (None, card.max_tokens)
-    assert facts.packs == encoder._pipeline.model.packs == (name not in ("mpnet", "t5"))
+    assert facts.packs == encoder._pipeline.model.packs == (name not in PADDED)
 
 
 def test_a_large_vocabulary_is_not_made(tmp_path: Path) -> None:

@@ -5,14 +5,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from encoder_folders import FAMILIES, SIZES, TEXTS, VOCABULARY, make_encoder, save_encoder, word_pieces
+from encoder_folders import FAMILIES, PADDED, SIZES, TEXTS, VOCABULARY, load_eager, make_encoder, save_encoder, word_pieces
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
 
 from fa_serve.hf.encoders.load import encoder_class
 from fa_serve.hf.encoders.packed import PackedInputs, PackedModel, require_text
 from fa_serve.spec import UnsupportedModelError
 
-PACKED = [family for family in FAMILIES if family not in ("mpnet", "t5")]
+PACKED = [family for family in FAMILIES if family not in PADDED]
 
 
 def inputs_of(ids: list[list[int]]) -> PackedInputs:
@@ -64,7 +64,7 @@ def test_hidden_states_of_packed_sequences_are_those_of_each_alone(folder) -> No
     family, path = folder
     ids = word_pieces(pad=1 if family == "mpnet" else 0)(list(TEXTS))["input_ids"]
     config, auto = encoder_class(AutoConfig.from_pretrained(path), "embed")
-    eager = auto.from_pretrained(path, config=config, attn_implementation="eager").eval()
+    eager = load_eager(path)
     attention = "eager" if family == "mpnet" else "fa_serve"
     model = PackedModel(auto.from_pretrained(path, config=config, attn_implementation=attention).eval())
     assert model.packs == (family in PACKED)

@@ -220,7 +220,10 @@ def test_broken_files_are_refused(tmp_path, content) -> None:
 
 
 def test_sizes_are_bounded(tmp_path) -> None:
-    assert refused(write(tmp_path), max_bytes=100).field == "adapter_model.safetensors"
+    error = refused(write(tmp_path), max_bytes=100)
+    size = (tmp_path / "adapter_model.safetensors").stat().st_size
+    rule = "must have at most 100 bytes, as lora_host_bytes (--lora-host-bytes) says"
+    assert str(error) == f"adapter_model.safetensors {rule}, got {size}"
     (tmp_path / "adapter_config.json").write_text(" " * (MAX_CONFIG_BYTES + 1))
     assert refused(tmp_path).field == "adapter_config.json"
 

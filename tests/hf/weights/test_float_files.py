@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
+from every_type import tiny_model
 from hf_families import BY_NAME
+from packaging.version import Version
 from quantised_copies import change_config, copy_of, load
 from quantised_experts import QWEN, write_fp8_channel
 from safetensors.torch import load_file, save_file
@@ -61,3 +64,24 @@ def test_experts_without_their_config_are_named(tmp_path: Path) -> None:
     save_file({k: v.float() if k != up else v for k, v in tensors.items()}, path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ParameterError, match=rf"{up} must have floats of 16 or more bits"):
         load(path)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "name"),
+    [
+        pytest.param("qwen2_5_vl", UP, id="renamed"),
+        pytest.param("llava", "vision_tower.vision_model.encoder.layers.0.self_attn.q_proj.weight", id="of a tower"),
+        pytest.param(
+            "qwen2_5_vl",
+            "model.language_model.model.layers.1.mlp.up_proj.weight",
+            id="of an older release",
+            marks=pytest.mark.skipif(Version(transformers.__version__) < Version("5.24"), reason="cannot be loaded"),
+        ),
+    ],
+)
+def test_a_tensor_with_another_name_in_the_files_is_named(tmp_path: Path, model_type: str, name: str) -> None:
+    """transformers loads each of these names into a parameter of another name."""
+    model = tiny_model(model_type)
+    save_file({name: torch.zeros(2, 2).to(torch.float8_e4m3fn)}, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ParameterError, match=rf"^{name} must have floats of 16 or more bits"):
+        check_float_files(tmp_path, model)
