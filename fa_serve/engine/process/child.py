@@ -102,8 +102,11 @@ def run_engine(connection: Connection) -> None:
 
 
 def tune_interpreter() -> None:
-    """Settings for the time after loading: the garbage collector skips what is loaded, because a collection that visits all
-    modules takes a quarter of a second; and threads change often."""
+    """Settings for the time after loading.
+
+    The garbage collector skips what is loaded, because a collection that visits all modules takes a quarter of a second. A
+    thread that waits for the interpreter gets it after SWITCH_SECONDS.
+    """
     gc.collect()
     gc.freeze()
     sys.setswitchinterval(SWITCH_SECONDS)

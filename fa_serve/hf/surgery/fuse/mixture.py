@@ -9,9 +9,9 @@ Such a mixture computes
 where the gate is a linear layer with one row. Its own code launches five kernels for the gate, its sigmoid, the product and the
 two sums, the second of which adds to the residual stream. In a step of few tokens each of them takes longer than its work.
 
-No mixture is recognised by the name of its class. A mixture in a fused layer that has these four parts runs with parts that
-need little memory, in float32 on random rows, and is fused if the sum is that of the code of the mixture. The parts keep their
-forwards, which are often fused as well (router.py, unit.py). Left out: gradients, deterministic mode, gates with an adapter,
+No mixture is recognised by the name of its class. The code of a mixture in a fused layer that has these four parts runs in
+float32 on random rows, with a stand-in for its experts that needs little memory. The mixture is fused if the sum of the parts
+is the same. The parts keep their forwards, which are often fused as well (router.py, unit.py). Left out: gradients, deterministic mode, gates with an adapter,
 and mixtures that are divided between ranks, for which the mixture's own code runs.
 """
 
@@ -106,7 +106,7 @@ class _AnyExperts(nn.Module):
 
 
 def _prove(layer: Any) -> Callable[[Any], FusedLayer]:
-    """Compare a mixture that has other experts with the sum of its parts. Returns the function that makes a layer's forward.
+    """Compare a mixture, with a stand-in for its experts, with the sum of its parts. Returns the function that makes a layer's forward.
 
     Raises NotReplacedError.
     """
