@@ -11,8 +11,8 @@ two sums, the second of which adds to the residual stream. In a step of few toke
 
 No mixture is recognised by the name of its class. The code of a mixture in a fused layer that has these four parts runs in
 float32 on random rows, with a stand-in for its experts that needs little memory. The mixture is fused if the sum of the parts
-is the same. The parts keep their forwards, which are often fused as well (router.py, unit.py). Left out: gradients, deterministic mode, gates with an adapter,
-and mixtures that are divided between ranks, for which the mixture's own code runs.
+is the same. The parts keep their forwards, which are often fused as well (router.py, unit.py). Left out: gradients,
+deterministic mode, gates with an adapter, and mixtures that are divided between ranks, for which the mixture's own code runs.
 """
 
 from __future__ import annotations
@@ -106,9 +106,9 @@ class _AnyExperts(nn.Module):
 
 
 def _prove(layer: Any) -> Callable[[Any], FusedLayer]:
-    """Compare a mixture, with a stand-in for its experts, with the sum of its parts. Returns the function that makes a layer's forward.
+    """Compare a mixture, with a stand-in for its experts, with the sum of its parts.
 
-    Raises NotReplacedError.
+    Returns the function that makes the forward of a layer. Raises NotReplacedError.
     """
     mixture = layer.mlp
     parts = _parts_of(mixture)
