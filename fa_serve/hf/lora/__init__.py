@@ -9,7 +9,8 @@
     product.py     a product of the model that adapters add to, and the step that says which token uses which adapter
     memory.py      finds the products, allocates the memory and fills it
     packed.py      an adapter on the host, by product
-    staging.py     pinned memory through which adapters are copied to the GPU
+    staging.py     pinned memory through which adapters are copied to the GPU, which lays them out
+    host_runs.py   matrices that follow each other in memory, such as those of a file
     outer.py       adapters of the embedding and the head, which are not kept in pages
     parameters.py  adapters of experts and routers, which are not kept in pages either
     divided.py     the parts of adapters that a rank of a divided model keeps

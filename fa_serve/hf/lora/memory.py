@@ -2,7 +2,7 @@
 
     memory = LoraMemory(model, budget=1 << 30, max_rank=64, max_pages=4096)
     packed = memory.pack(read_adapter(folder))       # checks the adapter against the model, on the host
-    memory.write(packed, slot=0, pages=[3, 1])       # lays it out and copies it in pieces
+    memory.write(packed, slot=0, pages=[3, 1])       # copies it in pieces
     with memory.holder.serving(LoraStep(batch)): ...
 
 A page holds PAGE_RANKS ranks of the matrices of every product of the model, so adapters of any ranks up to `max_rank` share the
@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -34,10 +34,10 @@ from fa_serve.hf.adapter.state_modules import PatchedMixer
 from fa_serve.hf.lora.divided import part_of_low_rank, whole_sizes
 from fa_serve.hf.lora.format import LoraAdapter, LowRank, is_finite
 from fa_serve.hf.lora.outer import AdaptedEmbedding, AdaptedHead, OuterModules
-from fa_serve.hf.lora.packed import PackedLora, PackedPart, SiteLayout
+from fa_serve.hf.lora.packed import PackedLora, PackedPart
 from fa_serve.hf.lora.parameters import AdaptedExperts, AdaptedRouter
 from fa_serve.hf.lora.product import AdaptedLinear, LoraSite, StepHolder, dense_weight, linear_sizes
-from fa_serve.hf.lora.staging import Staging
+from fa_serve.hf.lora.staging import ALIGNMENT, Staging
 from fa_serve.hf.surgery.divide.weights import PartOfSum
 from fa_serve.hf.surgery.experts.mixtures import expert_modules
 from fa_serve.hf.surgery.fuse.latent import LatentAttention
@@ -53,7 +53,22 @@ _STRIDE = 4
 """Elements per product in a row of `scales`, `ones` or `factors`: 16 bytes, so that the address for each product is aligned."""
 MAX_SLOTS = 512
 STAGED_BYTES = 4 << 20
-"""The largest size of a piece that is laid out and copied, unless a single product needs more. It fits in a CPU cache."""
+"""The size of a piece that is copied, unless PAGE_RANKS rows of a product are larger. It fits in a CPU cache."""
+
+
+class SiteLayout(NamedTuple):
+    """Where a product is in a page.
+
+    a, b, end: the first element of A, the first element of B, and the end of the product
+    k:         columns of the product
+    widths:    rows of each of its modules
+    """
+
+    a: int
+    b: int
+    end: int
+    k: int
+    widths: tuple[int, ...]
 
 
 class LoraMemory:
@@ -94,13 +109,14 @@ class LoraMemory:
         self._parts = {name: (site, part) for site in self.sites for part, name in enumerate(site.names)}
         self._uncalled = uncalled_layers(model)
         self._modules = frozenset(name for name, _ in model.named_modules())
-        for number, site in enumerate(self.sites):
-            site.weights = self._weights(number)
+        self._weights = [self._views(number) for number in range(len(self.sites))]
+        for site, own in zip(self.sites, self._weights, strict=True):
+            site.weights = own
         self.weight_version = 0
         """How often the weights of the model have changed. The owner of this memory counts it."""
-        self._pieces = _pieces(self._layouts, STAGED_BYTES // self.dtype.itemsize)
-        largest = max(self._layouts[last - 1].end - self._layouts[first].a for first, last in self._pieces)
-        self._staging = Staging(self.device, self.dtype, largest)
+        longest = max(max(site.k, *site.widths) for site in self.sites)
+        largest = PAGE_RANKS * longest * self.dtype.itemsize
+        self._staging = Staging(self.device, max(STAGED_BYTES, largest) + ALIGNMENT)
 
     def settle(self, model: Any) -> None:
         """Find the products again after the layers of the model have been fused anew, without adapters (`detach_adapters`).
@@ -114,7 +130,7 @@ class LoraMemory:
         self._parts = {name: (site, part) for site in self.sites for part, name in enumerate(site.names)}
         self._outer.attach(model)
 
-    def _weights(self, number: int) -> LoraWeights:
+    def _views(self, number: int) -> LoraWeights:
         """Views of the memory that hold the adapters of one product."""
         layout = self._layouts[number]
         k = layout.k
@@ -174,24 +190,13 @@ class LoraMemory:
         """
         table = torch.zeros(self.pages_per_adapter, dtype=torch.int32)
         table[: len(pages)] = torch.tensor(list(pages), dtype=torch.int32)
-        self._staging.send(
-            (
-                self._memory[page, self._layouts[first].a : self._layouts[last - 1].end],
-                partial(self._lay_out, packed, index, first, last),
-            )
-            for index, page in enumerate(pages)
-            for first, last in self._pieces
-        )
+        for page in pages:
+            self._memory[page].zero_()
+        self._staging.send(packed.copies(self._weights, pages, STAGED_BYTES))
         self._numbers[:, slot].copy_(packed.numbers, non_blocking=True)
         self.page_table[slot].copy_(table)
         self.page_counts[slot] = len(pages)
         self._outer.write(slot, packed.outer)
-
-    def _lay_out(self, packed: PackedLora, page: int, first: int, last: int, view: Tensor) -> None:
-        """Write the adapter's rows of a page for products `first` to `last` - 1. view: begins at product `first`"""
-        begin = self._layouts[first].a
-        for number in range(first, last):
-            packed.fill(view, begin, page, number, self._layouts[number])
 
     def clear(self, slot: int) -> None:
         """Free the memory of the adapter in this slot that is not in pages."""
@@ -324,17 +329,6 @@ def _layout(sites: Sequence[LoraSite]) -> list[SiteLayout]:
         end = b + _aligned(PAGE_RANKS * sum(site.widths))
         layouts.append(SiteLayout(a, b, end, site.k, site.widths))
     return layouts
-
-
-def _pieces(layouts: Sequence[SiteLayout], most: int) -> list[tuple[int, int]]:
-    """Ranges of products that are copied together, with at most `most` elements each unless a single product has more."""
-    pieces = []
-    first = 0
-    for number in range(1, len(layouts) + 1):
-        if number == len(layouts) or layouts[number].end - layouts[first].a > most:
-            pieces.append((first, number))
-            first = number
-    return pieces
 
 
 def _aligned(elements: int) -> int:

@@ -3,29 +3,27 @@
     packed = memory.pack(adapter)            # checked; its tensors may be views of the adapter's mapped file
     packed.own()                             # now they are copies, independent of the file
     memory.rescale(packed)                   # after the weights of the model have changed
-    packed.fill(view, start, page, number, layout)   # writes the rows of one product in a page
+    staging.send(packed.copies(weights, pages=[3, 1], most=4 << 20))
 
 A host copy in the layout of the device would be padded to whole pages, and allocating new memory for it is slow: an adapter of
-42 MB takes 20,000 page faults. So matrices are laid out only when they are copied (staging.py), into buffers that are reused.
+42 MB takes 20,000 page faults. So matrices stay as they are, and the device lays them out (staging.py).
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from fa_serve.hf.lora.format import LowRank
+from fa_serve.hf.lora.host_runs import cloned, is_dense
 from fa_serve.hf.lora.outer import OuterWeights
-from fa_serve.ops import PAGE_RANKS
-
-_INTEGERS = {2: torch.int16, 4: torch.int32}
-"""Integers by the bytes of the numbers of a model."""
+from fa_serve.hf.lora.staging import Copy
+from fa_serve.ops import PAGE_RANKS, LoraWeights
 
 
 class PackedPart(NamedTuple):
@@ -39,21 +37,6 @@ class PackedPart(NamedTuple):
     part: int
     a: Tensor
     b: Tensor
-
-
-class SiteLayout(NamedTuple):
-    """Where a product is in a page.
-
-    a, b, end: the first element of A, the first element of B, and the end of the product
-    k:         columns of the product
-    widths:    rows of each of its modules
-    """
-
-    a: int
-    b: int
-    end: int
-    k: int
-    widths: tuple[int, ...]
 
 
 @dataclass(slots=True, eq=False)
@@ -104,50 +87,63 @@ class PackedLora:
         return self.outer is not None or self.rescales
 
     def own(self, is_unchanged: Callable[[], bool] = lambda: True) -> None:
-        """Copy tensors that are in memory of another owner. May be called from any thread, even while another one runs `fill`.
+        """Copy tensors that are in memory of another owner. May be called from any thread, even while another one copies them.
 
         is_unchanged: called after copying: whether nobody has written to that memory. If not, the adapter stays borrowed
         """
         if not self.borrows:
             return
         with self.lock:
+            copies = iter(cloned([x for parts in self.parts.values() for each in parts for x in (each.a, each.b)]))
             self.parts = {
-                number: tuple(each._replace(a=each.a.clone(), b=each.b.clone()) for each in parts)
+                number: tuple(each._replace(a=next(copies), b=next(copies)) for each in parts)
                 for number, parts in self.parts.items()
             }
         self.outer = None if self.outer is None else self.outer.cloned()
         self.borrows = not is_unchanged()
 
-    def fill(self, view: Tensor, start: int, page: int, number: int, layout: SiteLayout) -> None:
-        """Write all that one product has in a page of this adapter, zeros included.
+    def copies(self, weights: Sequence[LoraWeights], pages: Sequence[int], most: int) -> Iterator[Copy]:
+        """How the matrices are copied into pages that hold zeros, piece by piece.
 
-        view:   elements of the page from `start` on
-        page:   of the adapter, from 0
-        number: of the product
+        weights: of each product
+        pages:   of this adapter
+        most:    bytes of a piece, unless PAGE_RANKS rows or a single column have more
         """
-        first = page * PAGE_RANKS
-        width = sum(layout.widths)
-        elements = _as_integers(view)
-        a = elements[layout.a - start :][: len(layout.widths) * PAGE_RANKS * layout.k].reshape(-1, PAGE_RANKS, layout.k)
-        b = elements[layout.b - start :][: PAGE_RANKS * width].reshape(PAGE_RANKS, width)
-        given = {each.part: each for each in self.parts.get(number, ())}
-        column = 0
-        for part, own in enumerate(layout.widths):
-            each = given.get(part)
-            _copy_rows(a[part], None if each is None else each.a[first : first + PAGE_RANKS])
-            _copy_rows(b[:, column : column + own], None if each is None else each.b[first : first + PAGE_RANKS])
-            column += own
+        for number, parts in self.parts.items():
+            product = weights[number]
+            for each in parts:
+                k = product.a.shape[3]
+                column = sum(product.widths[: each.part])
+                yield from _copies(each.a, product.a, each.part * PAGE_RANKS * k, k, pages, most)
+                yield from _copies(each.b, product.b, column, product.b.shape[2], pages, most)
 
 
-def _copy_rows(target: NDArray[Any], rows: Tensor | None) -> None:
-    """Copy rows to the beginning of a target, and write zeros behind them. None: there are no rows"""
-    count = 0 if rows is None else len(rows)
-    if rows is not None:
-        target[:count] = _as_integers(rows)
-    if count < len(target):
-        target[count:] = 0
+def _copies(x: Tensor, memory: Tensor, offset: int, stride: int, pages: Sequence[int], most: int) -> Iterator[Copy]:
+    """A matrix in pieces, which are dense as well.
 
+    memory: of all pages, the first dimension
+    offset: of the first row in a page
+    stride: between the rows of a page
 
-def _as_integers(x: Tensor) -> NDArray[Any]:
-    """The same memory for NumPy, which has no bfloat16. NumPy copies a transposed matrix, as B is, twice as fast as PyTorch."""
-    return x.view(_INTEGERS[x.itemsize]).numpy()
+    Each target is made by one call of PyTorch, because there are hundreds of them.
+    """
+    num_rows, num_columns = x.shape
+    begin = int(memory.storage_offset()) + offset
+    starts = [begin + page * memory.stride(0) for page in pages]
+    if not is_dense(x):
+        x = x.contiguous()
+    if x.is_contiguous():
+        pieces = [x] if num_rows <= PAGE_RANKS else torch.split(x, PAGE_RANKS)
+        for rows, start in zip(pieces, starts, strict=False):
+            yield Copy(rows, [memory.as_strided(rows.shape, (stride, 1), start)])
+        return
+    counts = [min(PAGE_RANKS, num_rows - first) for first in range(0, num_rows, PAGE_RANKS)]
+    width = max(most // (num_rows * x.itemsize), 1)
+    pieces = [x] if num_columns <= width else torch.split(x, width, dim=1)
+    for number, columns in enumerate(pieces):
+        size = columns.shape[1]
+        targets = [
+            memory.as_strided((count, size), (stride, 1), start + number * width)
+            for count, start in zip(counts, starts, strict=False)
+        ]
+        yield Copy(columns, targets)

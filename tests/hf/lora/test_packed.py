@@ -9,8 +9,8 @@ import torch
 from tiny_models import make_model
 
 from fa_serve.hf import patch
-from fa_serve.hf.lora import memory as memory_module
 from fa_serve.hf.lora.format import LoraAdapter, LowRank
+from fa_serve.hf.lora.host_runs import is_dense
 from fa_serve.hf.lora.memory import LoraMemory
 from fa_serve.hf.surgery.fuse.fusion import fuse_model
 
@@ -35,17 +35,47 @@ def make() -> LoraMemory:
     return LoraMemory(model, budget=1 << 24, max_rank=40, max_pages=8)
 
 
-def test_pieces_of_any_size_give_the_same_pages(monkeypatch) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_pieces_of_any_size_give_the_same_pages(dtype) -> None:
+    memory = make()
+    first = low(20, 64, 32)
+    given = {Q: replace(first, a=first.a.to(dtype), b=first.b.to(dtype), bias=torch.arange(64.0)), UP: low(5, 48, 32)}
+    packed = memory.pack(LoraAdapter(given | {DOWN: low(3, 32, 48)}))
     found = []
-    for size in (4, 20_000, 1 << 22):
-        monkeypatch.setattr(memory_module, "STAGED_BYTES", size)
-        memory = make()
-        memory._memory.fill_(-1e9)  # what an adapter before has left
-        memory.write(memory.pack(adapter()), slot=0, pages=[5, 2])
-        found.append((len(memory._pieces), memory._memory.clone()))
-    assert [count for count, _ in found] == [len(memory.sites), 4, 1]
-    assert all(torch.equal(pages, found[0][1]) for _, pages in found)
-    assert found[0][1][[5, 2]].ne(-1e9).all()
+    counts = []
+    for size in (4, 400, 1 << 22):
+        memory._memory.zero_()
+        copies = [*packed.copies(memory._weights, [5, 2], size)]
+        assert all(is_dense(each.source) for each in copies)
+        memory._staging.send(copies)
+        counts.append(len(copies))
+        found.append(memory._memory.clone())
+    assert counts[0] > counts[1] > counts[2] == 8  # two pages of A and of B with its bias, and two modules with one page
+    assert all(torch.equal(pages, found[0]) for pages in found)
+
+
+def test_pages_hold_the_matrices_and_zeros() -> None:
+    memory = make()
+    memory._memory.fill_(-1e9)  # what an adapter before has left
+    given = adapter()
+    memory.write(memory.pack(given), slot=0, pages=[5, 2])
+    assert memory._memory[[0, 1, 3, 4]].eq(-1e9).all()
+    pages = {name: [] for name in given.modules}
+    for site in memory.sites:
+        for part, name in enumerate(site.names):
+            column = sum(site.widths[:part])
+            a = site.weights.a[[5, 2], part].flatten(0, 1)
+            b = site.weights.b[[5, 2], :, column : column + site.widths[part]].flatten(0, 1)
+            low_rank = given.modules.get(name)
+            rank = 0 if low_rank is None else low_rank.rank
+            rows = rank + (name == Q)
+            assert a[rank:].eq(0).all()
+            assert b[rows:].eq(0).all()
+            if low_rank is not None:
+                pages[name] = [a[:rank], b[:rank].t()]
+    assert all(
+        torch.equal(x, y) for name, each in given.modules.items() for x, y in zip(pages[name], (each.a, each.b), strict=True)
+    )
 
 
 def test_an_adapter_that_owns_its_matrices_outlives_those_it_was_made_of() -> None:

@@ -1,15 +1,16 @@
-"""Pieces of memory are filled through a few buffers by several threads. What a GPU does is in tests/gpu/test_lora_gpu.py."""
+"""Matrices reach their places through a few buffers, which several threads fill. tests/gpu/test_lora_gpu.py has a GPU."""
 
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable
+from collections.abc import Sequence
 
 import pytest
 import torch
 
-from fa_serve.hf.lora.staging import NUM_BUFFERS, Staging
+from fa_serve.hf.lora import staging as staging_module
+from fa_serve.hf.lora.host_runs import runs_of
+from fa_serve.hf.lora.staging import NUM_BUFFERS, Copy, Staging
 
 
 class Copied:
@@ -28,62 +29,86 @@ class Copied:
 
 @pytest.fixture
 def staging() -> Staging:
-    """A `Staging` as on a GPU, with buffers of the CPU."""
-    found = Staging(torch.device("cpu"), torch.float32, 6)
+    """A `Staging` as on a GPU, with buffers of the CPU that hold one matrix of 12 numbers each."""
+    found = Staging(torch.device("cpu"), 64)
     found._on_gpu = True
-    found._buffers = [torch.full((6,), -1.0) for _ in range(NUM_BUFFERS)]
+    found._buffers = [torch.full((64,), 255, dtype=torch.uint8) for _ in range(NUM_BUFFERS)]
+    found._arrived = [torch.full((64,), 254, dtype=torch.uint8) for _ in range(NUM_BUFFERS)]
     found._copied = [Copied() for _ in range(NUM_BUFFERS)]
     return found
 
 
-def filler(number: int, filled: list[int], seconds: float = 0.0) -> Callable[[torch.Tensor], None]:
-    def write(view: torch.Tensor) -> None:
-        time.sleep(seconds)
-        view.fill_(number)
-        filled.append(number)
-
-    return write
-
-
-def test_without_a_gpu_pieces_are_written_in_place() -> None:
-    memory = torch.ones(10)
-    Staging(torch.device("cpu"), torch.float32, 6).send([(memory[2:4], filler(5, [])), (memory[4:7], filler(6, []))])
-    assert memory.tolist() == [1.0, 1.0, 5.0, 5.0, 6.0, 6.0, 6.0, 1.0, 1.0, 1.0]
+def copies_of(matrices: Sequence[torch.Tensor], places: torch.Tensor) -> list[Copy]:
+    """Each matrix goes to one of the places (count, 4, 8), and its rows from the third on to one further away."""
+    return [
+        Copy(x, [places[i, :2, : x.shape[1]], places[i, 3 : len(x) + 1, : x.shape[1]]] if len(x) > 2 else [places[i, :2, :5]])
+        for i, x in enumerate(matrices)
+    ]
 
 
-def test_pieces_that_take_different_times_are_copied_in_their_order(staging: Staging) -> None:
-    memory = torch.zeros(11, 6)
-    filled: list[int] = []
-    lengths = [6, 1, 3, 6, 2, 5, 6, 4, 6, 6, 1]
-    pieces = [(memory[i, :n], filler(i + 1, filled, 0.002 * (i % 3 == 0))) for i, n in enumerate(lengths)]
-    staging.send(pieces[:4])
-    staging.send(pieces[4:])
-    assert memory.tolist() == [[float(i + 1)] * n + [0.0] * (6 - n) for i, n in enumerate(lengths)]
-    assert sorted(filled) == list(range(1, 12))
-    assert [(each.waits, each.records) for each in staging._copied] == [(4, 4), (4, 4), (3, 3)]
+def check(matrices: Sequence[torch.Tensor], places: torch.Tensor) -> None:
+    for x, place in zip(matrices, places, strict=True):
+        columns = x.shape[1]
+        assert torch.equal(place[:2, :columns], x[:2])
+        assert torch.equal(place[3 : len(x) + 1, :columns], x[2:])
+        assert place[2].eq(-1).all()
+        assert place[:, columns:].eq(-1).all()
 
 
-def test_several_pieces_are_filled_at_the_same_time(staging: Staging) -> None:
+MATRICES = [torch.randn(2, 5), torch.randn(4, 3).t(), torch.randn(3, 2), *torch.randn(8, 3, 4)]
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_rows_and_columns_reach_their_places(staging: Staging, on_gpu: bool) -> None:
+    staging._on_gpu = on_gpu
+    places = torch.full((len(MATRICES), 4, 8), -1.0)
+    copies = copies_of(MATRICES, places)
+    staging.send(copies[:4])
+    staging.send(copies[4:])
+    check(MATRICES, places)
+    counts = [(each.waits, each.records) for each in staging._copied]
+    assert counts == ([(4, 4), (4, 4), (3, 3)] if on_gpu else [(0, 0)] * 3)
+
+
+def test_small_matrices_share_a_piece(staging: Staging) -> None:
+    places = torch.full((6, 4, 8), -1.0)
+    matrices = [torch.randn(1, 2).expand(2, 2).contiguous() for _ in range(6)]
+    staging.send([Copy(x, [place[:2, :2]]) for x, place in zip(matrices, places, strict=True)])
+    assert sum(each.records for each in staging._copied) == 3  # two of them in 64 bytes
+    assert all(torch.equal(place[:2, :2], x) for place, x in zip(places, matrices, strict=True))
+
+
+def test_several_pieces_are_filled_at_the_same_time(staging: Staging, monkeypatch) -> None:
     together = threading.Barrier(NUM_BUFFERS)
-    memory = torch.zeros(NUM_BUFFERS, 2)
 
-    def write(view: torch.Tensor) -> None:
+    def waiting(sources):
         together.wait(20)  # raises if the other pieces are not being filled
-        view.fill_(1.0)
+        return runs_of(sources)
 
-    staging.send((row, write) for row in memory)
-    assert memory.eq(1.0).all()
+    monkeypatch.setattr(staging_module, "runs_of", waiting)
+    places = torch.full((NUM_BUFFERS, 4, 8), -1.0)
+    staging.send(copies_of(MATRICES[-NUM_BUFFERS:], places))
+    check(MATRICES[-NUM_BUFFERS:], places)
 
 
-def test_no_thread_fills_a_buffer_after_an_error(staging: Staging) -> None:
-    filled: list[int] = []
+def test_no_thread_fills_a_buffer_after_an_error(staging: Staging, monkeypatch) -> None:
+    started = threading.Event()
+    filled = []
 
-    def fail(view: torch.Tensor) -> None:
-        raise ValueError("the file was cut off")
+    def failing(sources):
+        if sources[0] is MATRICES[3]:
+            assert started.wait(20)
+            raise ValueError("the file was cut off")
+        started.set()
+        threading.Event().wait(0.05)
+        filled.append(len(sources))
+        return runs_of(sources)
 
-    memory = torch.zeros(3, 6)
+    monkeypatch.setattr(staging_module, "runs_of", failing)
+    places = torch.full((3, 4, 8), -1.0)
     with pytest.raises(ValueError, match="cut off"):
-        staging.send([(memory[0], fail), (memory[1], filler(1, filled, 0.05)), (memory[2], filler(2, filled, 0.05))])
-    assert sorted(filled) == [1, 2]
-    staging.send([(row, filler(7, [])) for row in memory])
-    assert memory.eq(7.0).all()
+        staging.send(copies_of(MATRICES[3:6], places))
+    assert filled == [1, 1]
+    monkeypatch.undo()
+    staging.send(copies_of(MATRICES[-3:], places))
+    check(MATRICES[-3:], places)
