@@ -7,6 +7,7 @@
 
     params     what a request asks for, and what a loaded encoder is
     inputs     texts, pairs of texts and token ids become checked token ids
+    reading    tokenizes the inputs of a call ahead of the batches
     batches    which inputs are computed together: by tokens, with clients that take turns
     pipeline   computes the results of a batch
     graphs     CUDA graphs of small batches

@@ -5,7 +5,7 @@
     scores = reranker.score("a question", ["a text", "another one"])    # (2,)
 
 A step computes one batch of packed inputs. On a GPU, the next batch is launched before the results of the previous one are
-read, and `encode` tokenizes the texts of a batch while the previous one is computed.
+read. The texts of `encode` are tokenized in a thread that runs ahead (reading.py).
 `Encoder` has the methods of `Engine` that a worker calls, so that `AsyncEngine` can run either. Left out: what is computed for
 a batch (fa_serve.hf.encoders) and which inputs are in it (batches.py).
 """
@@ -17,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count, pairwise
 from typing import Any
 
@@ -28,9 +29,10 @@ from fa_serve.engine.config import EngineConfig, require_config
 from fa_serve.engine.errors import EncoderError, EngineDeadError, RequestError
 from fa_serve.engine.events import OnPhase, PhaseClock
 from fa_serve.engine.pooling.batches import InputQueue, InputRun
-from fa_serve.engine.pooling.inputs import ITEM, EncoderInput, EncoderInputs, InputReader, InputText, pieces_of
+from fa_serve.engine.pooling.inputs import ITEM, EncoderInput, EncoderInputs, InputReader, InputText
 from fa_serve.engine.pooling.params import EncoderCard, Pooled, PooledRows, PoolingParams
 from fa_serve.engine.pooling.pipeline import Pipeline
+from fa_serve.engine.pooling.reading import read_ahead
 from fa_serve.engine.request.outputs import RequestOutput
 from fa_serve.engine.request.params import SamplingParams
 from fa_serve.engine.scheduler.sequence_times import SequenceTimes
@@ -43,8 +45,6 @@ from fa_serve.spec import ParameterError
 
 log = logging.getLogger("fa_serve.engine")
 Vectors = np.ndarray[Any, np.dtype[np.float32]]
-READ_CHARACTERS = 1 << 16
-"""Characters of text that are tokenized before the encoder checks again whether a batch is full."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,19 +226,19 @@ class Encoder:
     ) -> Iterator[tuple[int, PooledRows]]:
         """Yields results in the order in which they are computed: the number of the first input, and the rows from there on.
 
-        A batch is launched as soon as enough inputs for it are tokenized, so that a GPU computes while the next are tokenized.
+        A batch is launched as soon as enough inputs for it are tokenized. A thread tokenizes the next ones meanwhile.
         """
         text = self.reader.prompt(prompt_name) if prompt is None else prompt
         begins: dict[str, int] = {}
         begin = 0
         missing = len(inputs)
+        pieces = read_ahead(inputs, partial(self.reader.read, prompt=text, truncate=truncate))
         try:
-            pieces = pieces_of(inputs, READ_CHARACTERS)
             while missing:
                 while begin < len(inputs) and not self._queue.has_full_batch():
                     piece = next(pieces)
                     name = f"encode-{next(self._serial)}"
-                    self.add_request(name, self.reader.read(piece, prompt=text, truncate=truncate, first=begin), params)
+                    self.add_request(name, piece, params)
                     begins[name] = begin
                     begin += len(piece)
                 for output in self.step():
@@ -252,6 +252,7 @@ class Encoder:
         finally:
             for name in begins:
                 self.abort(name)
+            pieces.close()
 
     def prepare_one(self) -> bool:
         """Nothing to do: no graphs are captured while there is no request."""

@@ -331,8 +331,11 @@ def _flat(rows: Sequence[Sequence[int]]) -> Ids:
     return np.fromiter(chain.from_iterable(rows), dtype=np.int32, count=sum(map(len, rows)))
 
 
-def pieces_of(inputs: Sequence[InputText], num_characters: int) -> Iterator[Sequence[InputText]]:
-    """The inputs in groups of about `num_characters` characters. Token ids count as characters."""
+def pieces_of(inputs: Sequence[InputText], num_characters: int, num_inputs: int = 1) -> Iterator[Sequence[InputText]]:
+    """The inputs in groups of about `num_characters` characters. Token ids count as characters.
+
+    num_inputs: the fewest inputs of a group, unless they have PIECE characters
+    """
     begin = 0
     length = 0
     for index, each in enumerate(inputs):
@@ -340,7 +343,7 @@ def pieces_of(inputs: Sequence[InputText], num_characters: int) -> Iterator[Sequ
             length += sum(map(len, each)) if isinstance(each, tuple) else len(each)
         except TypeError:
             raise ParameterError("input", f"be a list in which each item is {ITEM} (item {index} is not)", each) from None
-        if length >= num_characters:
+        if length >= num_characters and (index + 1 - begin >= num_inputs or length >= PIECE):
             yield inputs[begin : index + 1]
             begin = index + 1
             length = 0

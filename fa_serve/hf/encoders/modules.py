@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any, cast
 
+import numpy as np
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -51,35 +52,52 @@ class TokenPooling(nn.Module):
     def forward(self, hidden: Tensor, inputs: PackedInputs, skipped: Integers | None = None) -> Tensor:
         """hidden: (total, size) -> (sequences, size * number of modes). skipped: number of prompt tokens of each sequence"""
         lengths = inputs.cu_seqlens.diff().long()
-        first = inputs.first
         places = inputs.positions
         rows = hidden
+        skip = None
         if skipped is not None and not self.include_prompt and skipped.any():
-            skip = torch.from_numpy(skipped).to(hidden.device, torch.int64).minimum(lengths - 1)
-            first = first + skip
-            kept = places >= torch.repeat_interleave(skip, lengths, output_size=len(hidden))
+            skip, kept = _without_prompts(inputs, skipped, hidden.device)
             rows, places, lengths = hidden[kept], places[kept], lengths - skip
-        return torch.cat([self._vector(mode, hidden, rows, places, lengths, first, inputs.last) for mode in self.modes], dim=-1)
+        vectors = []
+        for mode in self.modes:
+            if mode == "cls":
+                vectors.append(hidden[inputs.first if skip is None else inputs.first + skip])
+            elif mode == "lasttoken":
+                vectors.append(hidden[inputs.last])
+            else:
+                vectors.append(_reduced(mode, rows, places, lengths))
+        return vectors[0] if len(vectors) == 1 else torch.cat(vectors, dim=-1)
 
-    def _vector(
-        self, mode: str, hidden: Tensor, rows: Tensor, places: Tensor, lengths: Tensor, first: Tensor, last: Tensor
-    ) -> Tensor:
-        """The vectors of one mode. rows, places, lengths: of the included tokens; first, last: indices into `hidden`"""
-        if mode == "cls":
-            return hidden[first]
-        if mode == "lasttoken":
-            return hidden[last]
-        if mode == "max":
-            return torch.segment_reduce(rows, "max", lengths=lengths, axis=0, unsafe=True)
-        values = rows.float() if rows.dtype.itemsize == 2 else rows
-        count = lengths[:, None].to(values.dtype)
-        if mode == "weightedmean":
-            weights = (places + 1)[:, None].to(values.dtype)
-            values = values * weights
-            count = torch.segment_reduce(weights, "sum", lengths=lengths, axis=0, unsafe=True)
-        elif mode == "mean_sqrt_len_tokens":
-            count = count.sqrt()
-        return (torch.segment_reduce(values, "sum", lengths=lengths, axis=0, unsafe=True) / count).to(rows.dtype)
+
+def _without_prompts(inputs: PackedInputs, skipped: Integers, device: torch.device) -> tuple[Tensor, Tensor]:
+    """(sequences,) int64: how many tokens of each sequence are left out, never its last one; and the rows of the other tokens.
+
+    They are computed on the host. For a mask on the device, the host would wait for the layers before it knew how many rows
+    remain.
+    """
+    lengths = np.array(inputs.lengths)
+    skip = np.minimum(skipped, lengths - 1)
+    places = np.arange(lengths.sum()) - np.repeat(lengths.cumsum() - lengths, lengths)
+    kept = np.flatnonzero(places >= np.repeat(skip, lengths))
+    numbers = torch.from_numpy(np.concatenate([skip, kept]))
+    numbers = numbers.pin_memory() if device.type == "cuda" else numbers
+    there = numbers.to(device, non_blocking=True)
+    return there[: len(skip)], there[len(skip) :]
+
+
+def _reduced(mode: str, rows: Tensor, places: Tensor, lengths: Tensor) -> Tensor:
+    """The vectors of a mode that reads all included tokens -> (sequences, size). rows, places, lengths: of these tokens"""
+    if mode == "max":
+        return torch.segment_reduce(rows, "max", lengths=lengths, axis=0, unsafe=True)
+    values = rows.float() if rows.dtype.itemsize == 2 else rows
+    count = lengths[:, None].to(values.dtype)
+    if mode == "weightedmean":
+        weights = (places + 1)[:, None].to(values.dtype)
+        values = values * weights
+        count = torch.segment_reduce(weights, "sum", lengths=lengths, axis=0, unsafe=True)
+    elif mode == "mean_sqrt_len_tokens":
+        count = count.sqrt()
+    return (torch.segment_reduce(values, "sum", lengths=lengths, axis=0, unsafe=True) / count).to(rows.dtype)
 
 
 class DenseLayer(nn.Module):

@@ -308,8 +308,8 @@ class PackedModel:
     def _positions(self, inputs: PackedInputs) -> Tensor:
         """(total,) int64: the position of each token, as the model counts. Models like fairseq's count no padding tokens, which
         a text can contain as well, and give all of them the position before the first."""
-        if self._padding is None:
-            return inputs.positions + self.first_position
+        if self._padding is None:  # then the first position is 0
+            return inputs.positions
         counts = inputs.ids != self._padding
         total = counts.cumsum(0)
         firsts = torch.arange(len(total), device=total.device) - inputs.positions

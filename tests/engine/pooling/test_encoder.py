@@ -2,6 +2,7 @@
 
 import json
 import random
+import threading
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from counted_launches import counted_launches
 from encoder_folders import FAMILIES, LENGTH, LETTERS, PAIRS, SIZES, TEXTS, cosine_distance, save_encoder
 
 from fa_serve.engine import Encoder, EncoderError, Engine, EngineConfig, PoolingParams, config
+from fa_serve.engine.pooling import reading
 from fa_serve.spec import ParameterError
 
 DISTANCE = 1e-5
@@ -330,7 +332,9 @@ def test_texts_are_read_while_batches_are_computed(tmp_path, monkeypatch) -> Non
     """The first batch is launched before all texts are read, and numbers in errors are those of all texts."""
     encoder = load(save_encoder(tmp_path), max_num_batched_tokens=64)
     wanted = encoder.encode(TEXTS)
-    monkeypatch.setattr("fa_serve.engine.pooling.encoder.READ_CHARACTERS", 20)
+    monkeypatch.setattr(reading, "READ_CHARACTERS", 20)
+    monkeypatch.setattr(reading, "READ_INPUTS", 1)
+    monkeypatch.setattr(reading, "PIECES_AHEAD", 1)
     read = type(encoder.reader).read
     steps = []
 
@@ -344,6 +348,51 @@ def test_texts_are_read_while_batches_are_computed(tmp_path, monkeypatch) -> Non
     assert steps[0] == before < steps[-1]
     with pytest.raises(ParameterError, match=r"input\[7\]"):
         encoder.encode([*["a cat"] * 7, []])
+    encoder.check_integrity()
+    assert not encoder.has_unfinished()
+
+
+def test_the_next_texts_are_tokenized_while_a_batch_is_computed(tmp_path, monkeypatch) -> None:
+    """The first batch waits for the tokenizer to begin with the next texts, which waits for the batch to be computed."""
+    encoder = load(save_encoder(tmp_path), max_num_batched_tokens=8)
+    wanted = encoder.encode(TEXTS)
+    monkeypatch.setattr(reading, "READ_CHARACTERS", 1)
+    monkeypatch.setattr(reading, "READ_INPUTS", len(TEXTS))
+    computing = threading.Event()
+    tokenizing = threading.Event()
+    read = type(encoder.reader).read
+    compute = type(encoder._pipeline).compute
+
+    def read_later(self, inputs, **options):
+        if options["first"]:
+            tokenizing.set()
+            assert computing.wait(30)
+        return read(self, inputs, **options)
+
+    def compute_first(self, inputs, params):
+        computing.set()
+        assert tokenizing.wait(30)
+        return compute(self, inputs, params)
+
+    monkeypatch.setattr(type(encoder.reader), "read", read_later)
+    monkeypatch.setattr(type(encoder._pipeline), "compute", compute_first)
+    np.testing.assert_allclose(encoder.encode([*TEXTS] * 3), np.concatenate([wanted] * 3), atol=1e-5)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ParameterError("x", "be y", 1)], ids=["an interrupt", "an error"])
+def test_a_call_that_is_broken_off_leaves_no_thread_and_no_inputs(tmp_path, monkeypatch, error) -> None:
+    encoder = load(save_encoder(tmp_path), max_num_batched_tokens=8)
+    monkeypatch.setattr(reading, "READ_CHARACTERS", 1)
+
+    def fail() -> None:
+        assert any(thread.name.startswith("tokenizer") for thread in threading.enumerate())
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(encoder, "step", fail)
+        with pytest.raises(error if isinstance(error, type) else type(error)):
+            encoder.encode([*TEXTS] * 20)
+    assert not any(thread.name.startswith("tokenizer") for thread in threading.enumerate())
     encoder.check_integrity()
     assert not encoder.has_unfinished()
 

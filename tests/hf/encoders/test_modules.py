@@ -91,6 +91,14 @@ def test_tokens_of_a_prompt_do_not_count_where_the_folder_says_so(packed) -> Non
     torch.testing.assert_close(TokenPooling(["cls"], False)(hidden, inputs, np.full(3, 2))[2], parts[2][2])
 
 
+def test_tokens_are_left_out_without_asking_the_device(packed) -> None:
+    """Tensors without memory take the place of a GPU. Code that asks a GPU for numbers waits for its kernels; here it fails."""
+    hidden, inputs = packed
+    there = inputs._replace(positions=inputs.positions.to("meta"), cu_seqlens=inputs.cu_seqlens.to("meta"))
+    found = TokenPooling(["cls", "lasttoken"], False)(hidden.to("meta"), there, np.full(3, 2))
+    assert found.shape == (3, 12)
+
+
 def test_modules_without_their_weights_are_refused(tmp_path) -> None:
     path = save_encoder(tmp_path, "bert", [MEAN, ("Dense", {"in_features": 32, "out_features": 4})])
     folder = read_folder(str(path), "embed")
