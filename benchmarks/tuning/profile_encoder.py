@@ -4,14 +4,18 @@
 
 A call encodes as many texts as fill BATCHES batches, as an offline case of `bench_embeddings` does. Products are timed alone
 twice. At the rate of a large product, their time is the floor of the `products` lines of `bench_embeddings`. At their own
-shapes, it shows how much of that rate matrices of these sizes reach. Models have random weights.
+shapes, it shows how much of that rate matrices of these sizes reach. Models have random weights. What the host does for a
+batch is timed part by part, while nothing else runs: a thread tokenizes, and another one launches and turns results into rows.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import tempfile
+import time
 from collections import Counter
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +31,7 @@ from fa_serve.engine.pooling.params import PoolingParams
 BATCHES = 8
 CALLS = 3
 """Calls that are timed, and as many that are profiled."""
+ROUNDS = 9
 ADDMM = (torch.ops.aten.addmm.default, torch.ops.aten.addmm_.default)
 MM = torch.ops.aten.mm.default
 LINEAR = torch.ops.aten.linear.default
@@ -78,6 +83,27 @@ def milliseconds_alone(shapes: Counter[tuple[int, int, int]], dtype: torch.dtype
     return spent
 
 
+def host_milliseconds(encoder: Encoder, texts: list[str]) -> dict[str, float]:
+    """What the host does for one batch, and how long each part takes: the median of ROUNDS."""
+    pipeline = encoder._pipeline
+    taken: dict[str, list[float]] = {"tokenizing": [], "launching": [], "results": []}
+    params = PoolingParams()
+    with torch.inference_mode():
+        for _ in range(ROUNDS):
+            times = [time.perf_counter()]
+            inputs = encoder.reader.read(texts)
+            times.append(time.perf_counter())
+            results = pipeline.compute(inputs, params)
+            times.append(time.perf_counter())
+            on_host = results.cpu()
+            begin = time.perf_counter()
+            pipeline.finish(pipeline.rows(on_host, inputs, params), params)
+            times.append(times[-1] + time.perf_counter() - begin)
+            for part, (before, after) in zip(taken.values(), pairwise(times), strict=True):
+                part.append(1e3 * (after - before))
+    return {name: statistics.median(each) for name, each in taken.items()}
+
+
 def profile(shape: str, args: argparse.Namespace) -> None:
     """Print where the time of the batches of one shape goes."""
     with tempfile.TemporaryDirectory() as folder:
@@ -94,6 +120,8 @@ def profile(shape: str, args: argparse.Namespace) -> None:
     rate = len(texts) / step.wall * 1e3
     print(f"{shape}, {many} texts of {args.length} tokens: {step.wall / BATCHES:.3f} ms a batch, {rate:.0f} sentences/s")
     print(f"device busy {step.busy / BATCHES:.3f} ms, {idle:.0%} idle")
+    host = ", ".join(f"{name} {taken:.2f} ms" for name, taken in host_milliseconds(encoder, texts[:many]).items())
+    print(f"host, for a batch: {host}")
     shapes = products_of(encoder, texts[:many])
     alone = milliseconds_alone(shapes, encoder._pipeline.model.model.dtype, encoder.config.device)
     floor = ""

@@ -177,9 +177,11 @@ class LoraMemory:
 
         Factors that are not finite any more, because a row has only zeros, are kept as they are: the logits show them.
         """
+        if not packed.dora:  # then the lock may be held by the thread that copies the matrices, and a load must not wait for it
+            return
         version = self.weight_version
         with packed.lock:
-            if packed.dora and packed.version != version:
+            if packed.version != version:
                 packed.parts = self._packed_parts(packed.parts, packed.numbers, packed.dora, checks=False)
                 packed.version = version
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -92,6 +93,13 @@ def test_an_adapter_that_owns_its_matrices_outlives_those_it_was_made_of() -> No
         each.b.fill_(3.0)
     memory.write(kept, slot=1, pages=[3, 4])
     assert torch.equal(memory._memory[3:5], expected)
+
+
+def test_a_load_does_not_wait_until_matrices_are_owned() -> None:
+    memory = make()
+    packed = memory.pack(adapter())
+    with ThreadPoolExecutor(1) as thread, packed.lock:  # as in `own`, which takes longer than the copy to the device
+        assert thread.submit(memory.rescale, packed).result(10) is None
 
 
 def test_weights_beside_the_pages_are_owned_too() -> None:
