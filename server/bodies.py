@@ -69,21 +69,31 @@ class BodyRoutes:
         self._administrators = {path for path, route in self._routes.items() if ADMINISTRATION in route.tags}
 
     async def __call__(self, scope: asgi.Scope, receive: asgi.Receive, send: asgi.Send) -> None:
-        # routes must be found exactly as FastAPI finds them, because FastAPI answers a POST that is not found here; if another
-        # application mounts this one, paths begin with the path of the mount
-        path = _route_path(scope) if scope["type"] == "http" else None
-        if path not in self._routes or scope["method"] != "POST":
+        route = self._route(scope)
+        if route is None:
             await self._app(scope, receive, send)
             return
-        route = scope["route"] = self._routes[path]
+        scope["route"] = route
         try:
-            if path in self._administrators:  # before the body is read, or an error tells anything
+            if route.path in self._administrators:  # before the body is read, or an error tells anything
                 require_administrator(Request(scope), self._service.settings)
-            body = await self._body(self._models[path], scope, receive)
+            body = await self._body(self._models[route.path], scope, receive)
             response = await route.endpoint(body, Request(scope, receive))
             await response(scope, receive, send)
         except (ApiError, HTTPException) as error:  # before the response has begun
             await response_to(error, scope)(scope, receive, send)
+
+    def _route(self, scope: asgi.Scope) -> APIRoute | None:
+        """The route of a POST; None for other requests and for unknown paths.
+
+        It must be found exactly as FastAPI finds it, because FastAPI would answer a POST that is not found here without any of
+        these checks. The pattern of a route ends with `$`, so it also matches a path that ends with a newline (`/pause%0A`).
+        """
+        if scope["type"] != "http" or scope["method"] != "POST":
+            return None
+        path = _route_path(scope)
+        found = self._routes.get(path)
+        return found or next((route for route in self._routes.values() if route.path_regex.match(path)), None)
 
     async def _body(self, model: type[BaseModel], scope: asgi.Scope, receive: asgi.Receive) -> Any:
         service = self._service
@@ -108,7 +118,8 @@ class BodyRoutes:
 
 
 def _route_path(scope: asgi.Scope) -> str:
-    """The path without the path of a mount, as Starlette's private `get_route_path` returns it (starlette/_utils.py)."""
+    """The path without the path of an application that mounts this one, as Starlette's private `get_route_path` returns it
+    (starlette/_utils.py)."""
     path: str = scope["path"]
     behind = path.removeprefix(scope.get("root_path", ""))
     return behind if behind[:1] in ("", "/") else path

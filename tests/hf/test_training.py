@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hf_families import BY_NAME, tokens
+from hf_families import BY_NAME, cached, tokens
 from opaque_backend import opaque_backend
 from tiny_models import make_model
 from torch import Tensor
@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, T5Config, T5ForC
 
 import fa_serve
 from fa_serve.demo import model_path
+from fa_serve.spec import UnsupportedModelError
 
 
 def losses(model: torch.nn.Module, ids: Tensor, mask: Tensor, steps: int) -> list[float]:
@@ -99,6 +100,18 @@ def test_checkpointing_and_graphs_have_the_gradients_of_eager_attention(way: Cal
         gradients.append({key: p.grad for key, p in model.named_parameters()})
     for key, expected in gradients[0].items():
         torch.testing.assert_close(gradients[1][key], expected, atol=1e-5, rtol=1e-3, msg=key)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_a_cache_that_checkpointed_layers_leave_out_is_refused(family: str) -> None:
+    """As with prefix tuning, whose virtual tokens are a cache: the mask has them, and the layers drop them."""
+    model = fa_serve.patch(BY_NAME[family].build())
+    with torch.no_grad():
+        cache = model(tokens(2, 3), use_cache=True).past_key_values
+    given = {"input_ids": tokens(2, 6), **cached(model, cache)}
+    loss = _checkpointed(model.train())
+    with pytest.raises(UnsupportedModelError, match=r"a mask for \d+ keys needs a call with as many, got 6 from"):
+        loss(**given, labels=tokens(2, 6))
 
 
 @pytest.mark.parametrize("family", ["gpt-oss", "gemma2"])

@@ -56,6 +56,7 @@ async def test_a_large_body_is_parsed_beside_the_event_loop(serving, monkeypatch
         ("/v1/chat/completions", {**CHAT, "messages": [{}] * 10}, 400, "messages[0].role"),
         ("/v1/chat/completions", {**CHAT, "messages": [{}] * 60}, 413, None),
         ("/v1/completions", {**TEXT, "prompt": [5] * 200}, 413, None),
+        ("/v1/completions%0A", {**TEXT, "prompt": [5] * 200}, 413, None),
         ("/v1/completions", {**TEXT, "logit_bias": {"a": "b"}}, 400, "logit_bias.a"),
         ("/tokenize", {"messages": [{}] * 11}, 400, "messages"),
     ],

@@ -184,6 +184,17 @@ async def test_only_the_administrator_may_tell_an_application_that_another_one_m
     assert told == [("pause", {"mode": "abort"})]
 
 
+@pytest.mark.parametrize("settings", [{}, {"admin_key": "operator", "api_keys": ["user"]}], ids=["no key", "keys"])
+async def test_no_other_path_reaches_the_administrators_routes(serving, told, settings):
+    """The pattern of a route of Starlette also matches its path with a newline at the end."""
+    async with serving(**settings) as client:
+        for path in ("/pause", "/resume", "/sleep", "/wake_up", "/shutdown_weight_transfer_engine"):
+            for other in (f"{path}%0A", f"{path}%0a", f"{path}%00", f"{path}%0D%0A", f"{path}/", f"{path};"):
+                response = await client.post(other, headers={"authorization": "Bearer user"}, json={})
+                assert response.status_code in (307, 403, 404), other
+    assert told == []
+
+
 async def test_without_a_key_nobody_may_tell(serving, told):
     async with serving() as client:
         for headers in ({}, KEY):

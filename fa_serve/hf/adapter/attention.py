@@ -93,7 +93,8 @@ def attention_forward(
     words:          further arguments, see `translate`
     Returns out (batch, seqlen_q, num_heads, head_dim_v), contiguous, and None instead of the attention weights.
 
-    Raises UnsupportedModelError for dropout, for attention weights, and for what `translate` refuses.
+    Raises UnsupportedModelError for dropout, for attention weights, for a mask that was made for more keys, and for what
+    `translate` refuses.
     """
     if dropout:
         field = _field_of_dropout(module, dropout)
@@ -116,6 +117,8 @@ def attention_forward(
         query, key, value = _autocast(query, key, value)
     if fa_serve_batch is None:
         fa_serve_batch = _riding.batch
+    if fa_serve_batch is None and isinstance(attention_mask, ImplicitMask):
+        _check_keys(module, key, attention_mask)
     if fa_serve_batch is None and _needs_no_translation(attention_mask, words):
         check_layer(module, query, attention_mask, told=False)
         return _attend_directly(query, key, value, attention_mask, scaling, words), None
@@ -133,6 +136,18 @@ def attention_forward(
             f"{type(module).__name__} adds a position_bias to its scores, which {type(fa_serve_batch).__name__} cannot do"
         )
     return fa_serve_batch.attend_biased(call), None
+
+
+def _check_keys(module: nn.Module, key: Tensor, mask: ImplicitMask) -> None:
+    """Raise UnsupportedModelError if a mask was made for more keys than a call has. The kernel would align it to the last key,
+    and a tensor of eager attention would not have the shape of the scores."""
+    if torch.compiler.is_compiling() or mask.kv_length is None or key.shape[2] >= mask.kv_length:
+        return
+    raise UnsupportedModelError(
+        f"a mask for {mask.kv_length} keys needs a call with as many, got {key.shape[2]} from {type(module).__name__}: with "
+        "gradient checkpointing, the layers of transformers leave out a cache in training, and so the virtual tokens of prefix "
+        "tuning. Train without it (model.gradient_checkpointing_disable())"
+    )
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

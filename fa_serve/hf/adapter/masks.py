@@ -64,6 +64,8 @@ class ImplicitMask:
     packed_keys: the keys that `key_mask` shows, packed, if kernels can compute them so; or None
     attention_chunk: keys per chunk as in `fa_serve.api`, counted from the first key that is passed; 0 without chunks
     only_last_queries: only the last queries are passed, while `cu_seqlens`, or a caller's cu_seq_lens_q, counts all of them
+    kv_length:   the number of keys that the mask was made for, of which a call may not have fewer; None if it is that of the
+                 queries, and in a traced forward
     """
 
     window_size: tuple[int, int]
@@ -73,6 +75,7 @@ class ImplicitMask:
     packed_keys: PackedKeys | None = None
     attention_chunk: int = 0
     only_last_queries: bool = False
+    kv_length: int | None = None
 
     # transformers reads these attributes of a mask that was made before the forward, and then passes the mask to `mask_forward`
     ndim = 4
@@ -211,7 +214,7 @@ def mask_forward(
             may_skip = allow_is_causal_skip if pattern.is_causal else allow_is_bidirectional_skip
             implicit = _mask_of_queries(request, pattern, may_skip)
         if implicit is not None:
-            return implicit
+            return implicit if tracing or kv_length == q_length else replace(implicit, kv_length=kv_length)
     mask: Tensor = sdpa_mask(
         batch_size=batch_size,
         q_length=q_length,

@@ -11,6 +11,7 @@ import functools
 import logging
 from typing import Any
 
+from transformers.configuration_utils import PreTrainedConfig
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface, PreTrainedModel
@@ -51,12 +52,6 @@ def patch(model: PreTrainedModel) -> PreTrainedModel:
     for part in parts:
         check_class(type(part))
     model.set_attn_implementation(NAME)
-    # transformers leaves out parts whose config is a copy of the whole model's, such as the two stacks of T5
-    for part in parts:
-        if part.config._attn_implementation != NAME:
-            prepare_model(part)
-            read_in_one_call(type(part))
-            part.config._attn_implementation = NAME
     try:
         patch_states(model)
     except UnsupportedModelError as error:
@@ -124,8 +119,19 @@ def _wrap_methods() -> None:
             if isinstance(part, PreTrainedModel):
                 with contextlib.suppress(UnsupportedModelError):
                     read_source(type(part))
-        result = switch(self, attn_implementation, *args, **kwargs)
-        _leave_parts(self, attn_implementation)
+        before = [(config, config._attn_implementation) for config, _ in _configs(self)]
+        try:
+            result = switch(self, attn_implementation, *args, **kwargs)
+            if isinstance(attn_implementation, str):
+                _switch_copies(self)
+        except UnsupportedModelError:
+            # transformers has switched the parts before the one that is refused, and marked them as done
+            for config, implementation in before:
+                _set(config, implementation)
+                vars(config).pop("_attn_was_changed", None)
+            raise
+        finally:
+            _unwatch(self)
         return result
 
     get_correct_attn_implementation.__dict__["asks_fa_serve"] = True
@@ -133,16 +139,52 @@ def _wrap_methods() -> None:
     setattr(PreTrainedModel, switch.__name__, set_attn_implementation)
 
 
-def _leave_parts(model: PreTrainedModel, asked: Any) -> None:
-    """Undo what `patch` and `prepare_model` have done to the parts of a model that was switched to another attention.
+def _configs(model: PreTrainedModel) -> list[tuple[PreTrainedConfig, list[PreTrainedModel]]]:
+    """Each config that a module of a model holds, once, and the parts whose config it is. If it is that of no part, such as the
+    copy that the decoder of ViTMAE holds, the parts are the one that has the module."""
+    owned: dict[int, tuple[PreTrainedConfig, list[PreTrainedModel]]] = {}
+    copies: dict[int, tuple[PreTrainedConfig, list[PreTrainedModel]]] = {}
+    inside = {"": model}
+    for name, module in model.named_modules():
+        outer = inside[name.rpartition(".")[0]]
+        inside[name] = module if isinstance(module, PreTrainedModel) else outer
+        config = getattr(module, "config", None)
+        if not isinstance(config, PreTrainedConfig):
+            continue
+        if isinstance(module, PreTrainedModel):
+            owned.setdefault(id(config), (config, []))[1].append(module)
+        else:
+            copies.setdefault(id(config), (config, [outer]))
+    return list((copies | owned).values())
 
-    asked: the implementation that the whole model was switched to; a dict names parts, which transformers has switched
+
+def _set(config: PreTrainedConfig, implementation: str | None) -> None:
+    """Set the implementation of a config, and not of the configs inside it."""
+    config._attn_implementation = {"": implementation}
+
+
+def _switch_copies(model: PreTrainedModel) -> None:
+    """Switch what transformers leaves out when it switches a whole model to fa_serve or back: configs that are copies, such as
+    those of the two stacks of T5.
+
+    Raises UnsupportedModelError if fa_serve does not serve such a part.
     """
+    asked = model.config._attn_implementation
     ours = (NAME, PAGED_NAME)
-    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel)]
-    if isinstance(asked, str) and model.config._attn_implementation not in ours:
-        for part in parts:  # transformers leaves out parts whose config is a copy, as in `patch`
-            if part.config._attn_implementation in ours:
-                part.config._attn_implementation = model.config._attn_implementation
+    for config, parts in _configs(model):
+        current = config._attn_implementation
+        if current == asked or not {current, asked} & set(ours):
+            continue
+        if not all(part._can_set_attn_implementation() for part in parts):  # transformers warns, and leaves them as they are
+            continue
+        for part in parts if asked in ours else ():
+            prepare_model(part)
+            read_in_one_call(type(part))
+        _set(config, asked)
+
+
+def _unwatch(model: PreTrainedModel) -> None:
+    """Undo what `prepare_model` has done to the parts of a model that have another attention now."""
     watched = watched_modules(model)
-    unwatch_packs(part for part in parts if part in watched and part.config._attn_implementation not in ours)
+    parts = [part for part in model.modules() if isinstance(part, PreTrainedModel) and part in watched]
+    unwatch_packs(part for part in parts if part.config._attn_implementation not in (NAME, PAGED_NAME))

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from every_type import tiny_model
 from hf_families import BY_NAME, assert_same, tokens
 from torch_processes import after_torch, after_transformers
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForPreTraining
 
 import fa_serve
 from fa_serve.spec import UnsupportedModelError
@@ -59,9 +60,40 @@ def test_three_ways_to_the_same_tokens(tmp_path: Path) -> None:
         assert torch.equal(model.generate(ids, do_sample=False, max_new_tokens=8), expected)
 
 
-def test_patch_reaches_parts_with_separate_configs() -> None:
-    model = fa_serve.patch(BY_NAME["t5"].build())
-    assert {m.config._attn_implementation for m in model.modules() if hasattr(m, "config")} == {"fa_serve"}
+def implementations(model: torch.nn.Module) -> set[str]:
+    return {m.config._attn_implementation for m in model.modules() if hasattr(m, "config")}
+
+
+@pytest.mark.parametrize("name", ["t5", "vit_mae"])
+@pytest.mark.parametrize("how", ["patch", "set_attn_implementation"])
+def test_a_switch_reaches_what_holds_a_copy_of_the_config(name: str, how: str) -> None:
+    """The stacks of T5 are models with a copy of its config, and the decoder of ViTMAE is a module with one."""
+    if name == "t5":
+        model = BY_NAME[name].build()
+    else:
+        sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+        of_decoder = {f"decoder_{name}": size for name, size in sizes.items()}
+        config = AutoConfig.for_model(name, image_size=8, patch_size=4, **sizes, **of_decoder)
+        model = AutoModelForPreTraining.from_config(config, attn_implementation="eager")
+    if how == "patch":
+        fa_serve.patch(model)
+    else:
+        model.set_attn_implementation("fa_serve")
+    assert implementations(model) == {"fa_serve"}
+    model.set_attn_implementation("eager")
+    assert implementations(model) == {"eager"}
+
+
+def test_a_refused_switch_changes_nothing() -> None:
+    """transformers switches part after part: here a tower of SAM comes after parts that fa_serve serves."""
+    model = tiny_model("deepseek_vl_hybrid")
+    with pytest.raises(UnsupportedModelError, match="SamVisionModel computes its attention itself"):
+        model.set_attn_implementation("fa_serve")
+    assert implementations(model) == {"eager"}
+    model.set_attn_implementation({"text_config": "fa_serve"})
+    assert model.model.language_model.config._attn_implementation == "fa_serve"
+    model.set_attn_implementation("eager")
+    assert implementations(model) == {"eager"}
 
 
 def test_a_dict_switches_some_parts_only() -> None:
