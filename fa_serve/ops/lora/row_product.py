@@ -18,6 +18,7 @@ and 14.0, down 33.5 and 34.2. Left out: copying more weights to the L2 cache whi
 
 An adapter of more than 16 ranks has several pages. Up to PAGES_TOGETHER of them are read at once: by as many programs of A, and
 in one load of B. If read one after the other, each page would wait for its number, then for B, then for the result of A.
+"Ahead", only the first ones can be read before the loop over the weights, and the others are read together behind it.
 
 Partial sums are always added in the same order. Left out: more tokens (product.py).
 """
@@ -42,8 +43,8 @@ from fa_serve.ops.products.row import first_weights, multiply_row, store_product
 from fa_serve.ops.products.run import problem_of
 from fa_serve.ops.products.tiles import matrix_row_tile
 
-PAGES_TOGETHER = 4
-"""Pages of an adapter that are read at once: 64 ranks."""
+PAGES_TOGETHER = 8
+"""Pages of an adapter that are read at once: 128 ranks."""
 PAGES_TOGETHER_AHEAD = 2
 """The same for "ahead", where registers hold B in the loop over the weights. With 4 pages, an SM has 2 programs, not 3."""
 _CALL = tl.constexpr(1 << 20)
@@ -242,24 +243,35 @@ def _sums_of_a(
 
 
 @triton.jit
+def _product_of_pages(u, b, first, scale, one, root, PAGE: tl.constexpr, TOGETHER: tl.constexpr):
+    """[BLOCK_N]: what pages from `first` on add to the product. u, b: their sums of A, and B"""
+    ranks = first * PAGE + tl.arange(0, TOGETHER * PAGE)
+    of_pages = tl.where(ranks == one, 1.0, tl.sum(u, 0) * root) * scale
+    # for a part that the adapter does not change, memory may hold anything
+    return tl.sum(tl.where(scale != 0.0, of_pages[None, :] * b.to(tl.float32), 0.0), 1)
+
+
+@triton.jit
 def _add_adapter(
     y, u, b, num_pages, given, slot, part, rows, keep, root, stride_b, stride_slot,
     N: tl.constexpr, PARTS: tl.constexpr, MAX_PAGES: tl.constexpr, PAGE: tl.constexpr, TOGETHER: tl.constexpr,
-    SPLITS: tl.constexpr, BLOCK_N: tl.constexpr, AHEAD: tl.constexpr,
+    REST: tl.constexpr, SPLITS: tl.constexpr, BLOCK_N: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """y plus the adapter, [BLOCK_N]. root: the norm's factor, for the sums of A; u, b: sums of A and B of the first pages"""
+    """y plus the adapter, [BLOCK_N]. root: the norm's factor, for the sums of A; u, b: sums of A and B of the first pages
+
+    TOGETHER: pages in u and b; REST: of the pages behind them, as many are read at once
+    """
     scale, one, factor = _numbers_of(given, slot, part, stride_slot)
-    ranks = tl.arange(0, TOGETHER * PAGE)
     delta = tl.zeros([BLOCK_N], tl.float32)
-    # most adapters have one page
-    for first in tl.range(0, num_pages, TOGETHER, num_stages=1):
-        if first > 0:
-            numbers, used = _pages_from(given, slot, first, num_pages, MAX_PAGES, PAGE, TOGETHER)
-            b = _rows_of_b(given, numbers, used, rows, keep, stride_b, N, PAGE, TOGETHER)
-            u = _sums_of_a(given, part, first, used, PARTS, MAX_PAGES, PAGE, TOGETHER, SPLITS, AHEAD)
-        of_pages = tl.where(first * PAGE + ranks == one, 1.0, tl.sum(u, 0) * root) * scale
-        # for a part that the adapter does not change, memory may hold anything
-        delta += tl.sum(tl.where(scale != 0.0, of_pages[None, :] * b.to(tl.float32), 0.0), 1)
+    # a loop instead of an `if`, with which the compiler takes 240 registers for one page of a gated product
+    for first in tl.range(0, tl.minimum(num_pages, TOGETHER), TOGETHER, num_stages=1):
+        delta += _product_of_pages(u, b, first, scale, one, root, PAGE, TOGETHER)
+    if MAX_PAGES > TOGETHER:  # most adapters have one page
+        for first in tl.range(TOGETHER, num_pages, REST, num_stages=1):
+            numbers, used = _pages_from(given, slot, first, num_pages, MAX_PAGES, PAGE, REST)
+            more_b = _rows_of_b(given, numbers, used, rows, keep, stride_b, N, PAGE, REST)
+            more_u = _sums_of_a(given, part, first, used, PARTS, MAX_PAGES, PAGE, REST, SPLITS, AHEAD)
+            delta += _product_of_pages(more_u, more_b, first, scale, one, root, PAGE, REST)
     if factor >= 0:
         number = tl.load(given.pages + slot * MAX_PAGES + factor // PAGE).to(tl.int64)
         places = given.b + number * stride_b + (factor % PAGE) * N + rows
@@ -353,6 +365,7 @@ def _adapted_row(
     MAX_PAGES: tl.constexpr,
     PAGE: tl.constexpr,
     TOGETHER: tl.constexpr,
+    REST: tl.constexpr,
     SPLITS: tl.constexpr,
     SHRINK_K: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -419,14 +432,14 @@ def _adapted_row(
         num_pages = tl.load(num_pages_ptr + slot, mask=slot >= 0, other=0)
         y = _add_adapter(
             y * root, u, b, num_pages, given, slot, part, rows, has, root, stride_b, stride_slot,
-            N, PARTS, MAX_PAGES, PAGE, TOGETHER, SPLITS, BLOCK_N, AHEAD,
+            N, PARTS, MAX_PAGES, PAGE, TOGETHER, REST, SPLITS, BLOCK_N, AHEAD,
         )  # fmt: skip
         if bias_ptr is not None:
             y += tl.load(bias_ptr + rows, mask=keep, other=0.0).to(tl.float32)
         if GATED:
             up = _add_adapter(
                 up * root, u_up, b_up, num_pages, given, slot, PARTS - 1, OUT + rows, has, root, stride_b, stride_slot,
-                N, PARTS, MAX_PAGES, PAGE, TOGETHER, SPLITS, BLOCK_N, AHEAD,
+                N, PARTS, MAX_PAGES, PAGE, TOGETHER, REST, SPLITS, BLOCK_N, AHEAD,
             )  # fmt: skip
             if bias_ptr is not None:
                 up += tl.load(bias_ptr + OUT + rows, mask=keep, other=0.0).to(tl.float32)
@@ -496,7 +509,10 @@ def plan_lora_row(
     if ahead is None:
         ahead = activation is not None
     widths = part_widths(weights)
-    together = min(PAGES_TOGETHER_AHEAD if ahead else PAGES_TOGETHER, power_of_2(max_pages))
+    rest = min(PAGES_TOGETHER, power_of_2(max_pages))
+    together = min(PAGES_TOGETHER_AHEAD, rest) if ahead else rest
+    if ahead:
+        rest = min(PAGES_TOGETHER, power_of_2(max(1, max_pages - together)))
     columns = min(512 if ahead else 256, power_of_2(k))
     offset = 0.0 if norm is None else float(norm.offset)
     pdl = product.is_programmatic
@@ -512,7 +528,7 @@ def plan_lora_row(
             k,
             product.gated,
             ACTIVATION_KINDS[activation or "silu"],
-            *(parts, max_pages, PAGE_RANKS, together, splits, columns),
+            *(parts, max_pages, PAGE_RANKS, together, rest, splits, columns),
             *tile,
             ahead,
             pdl,

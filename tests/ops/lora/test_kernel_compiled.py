@@ -14,7 +14,9 @@ from fa_serve.ops.lora.product import launch_product
 from fa_serve.ops.lora.row_product import launch_row
 
 
-def make(k: int, widths: tuple[int, ...], total: int, block_rows: int, dtype: torch.dtype) -> tuple[LoraWeights, LoraBatch]:
+def make(
+    k: int, widths: tuple[int, ...], total: int, block_rows: int, dtype: torch.dtype, max_pages: int = 4
+) -> tuple[LoraWeights, LoraBatch]:
     n = sum(widths)
     slots = 4
     weights = LoraWeights(
@@ -25,7 +27,7 @@ def make(k: int, widths: tuple[int, ...], total: int, block_rows: int, dtype: to
         widths,
     )
     tiles = torch.zeros(-(-total // block_rows) + 4, 3, dtype=torch.int32)
-    pages = torch.zeros(slots, 4, dtype=torch.int32)
+    pages = torch.zeros(slots, max_pages, dtype=torch.int32)
     rows = torch.zeros(total, dtype=torch.int32)
     return weights, LoraBatch(rows, tiles, rows, pages, torch.zeros(slots, dtype=torch.int32), block_rows)
 
@@ -36,8 +38,10 @@ def launch(k: int, widths: tuple[int, ...], total: int, block_rows: int, dtype: 
     launch_add_lora(torch.zeros(total, sum(widths), dtype=dtype), torch.zeros(total, k, dtype=dtype), *given, norms, None)
 
 
-def multiply(k: int, widths: tuple[int, ...], total: int, dtype: torch.dtype, activation: str | None = None) -> None:
-    given = make(k, widths, total, 16, dtype)
+def multiply(
+    k: int, widths: tuple[int, ...], total: int, dtype: torch.dtype, activation: str | None = None, max_pages: int = 4
+) -> None:
+    given = make(k, widths, total, 16, dtype, max_pages)
     n = sum(widths)
     residual = torch.zeros(total, n, dtype=dtype) if n == 4096 else None
     x = torch.zeros(total, k, dtype=dtype)
@@ -123,9 +127,21 @@ def test_one_token_with_its_adapter(target: str, chosen: bool, monkeypatch: pyte
     one = ["_adapted_row"]
     ahead = ["_shrink_token", *one]
     assert [kernel.name for kernel in kernels] == (one + ahead + one if chosen else ahead + one + ahead)
-    # the way that is not chosen keeps 24 bytes outside of registers for sm120
-    assert max(kernel.spill_bytes for kernel in kernels) <= (24 if target == "sm120" and not chosen else 0)
+    # two registers are kept outside for some targets, and six for sm120, where the other way is chosen
+    allowed = 0 if target == "sm90" else 24 if target == "sm120" and not chosen else 8
+    assert max(kernel.spill_bytes for kernel in kernels) <= allowed
     if target == "sm90":
         in_product = {kernel.registers for kernel in kernels if kernel.name == "_adapted_row"}
         assert max(in_product) <= 168, "3 programs are on a multiprocessor"
         assert all(kernel.programmatic[:2] == ["launch_dependents", "wait"] for kernel in kernels)
+
+
+@pytest.mark.parametrize("max_pages", [1, 16])
+def test_one_token_with_an_adapter_of_few_and_of_many_ranks(max_pages: int) -> None:
+    with compiling_for("sm90") as kernels:
+        multiply(4096, (4096, 1024, 1024), 1, torch.bfloat16, None, max_pages)
+        multiply(4096, (14336, 14336), 1, torch.bfloat16, "silu", max_pages)
+        multiply(14336, (4096,), 1, torch.float16, None, max_pages)
+    in_product = [kernel for kernel in kernels if kernel.name == "_adapted_row"]
+    assert max(kernel.registers for kernel in in_product) <= 168, "3 programs are on a multiprocessor"
+    assert max(kernel.spill_bytes for kernel in in_product) <= (8 if max_pages == 16 else 0)
