@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 
-class Run(NamedTuple):
+class MatrixRun(NamedTuple):
     """Matrices of one dtype that follow each other in memory.
 
     data:    (bytes,) uint8, a view of their memory
@@ -33,7 +33,7 @@ def is_dense(x: Tensor) -> bool:
     return x.is_contiguous() or x.stride() == (1, len(x))
 
 
-def runs_of(matrices: Sequence[Tensor]) -> list[Run]:
+def runs_of(matrices: Sequence[Tensor]) -> list[MatrixRun]:
     """The memory of dense matrices. Each of them is in one run."""
     places = [(x.untyped_storage().data_ptr(), x.storage_offset() * x.itemsize, index) for index, x in enumerate(matrices)]
     runs: list[list[int]] = []
@@ -64,7 +64,7 @@ def cloned(matrices: Sequence[Tensor]) -> list[Tensor]:
     return found
 
 
-def _run(matrices: Sequence[Tensor], indices: Sequence[int]) -> Run:
+def _run(matrices: Sequence[Tensor], indices: Sequence[int]) -> MatrixRun:
     first = matrices[indices[0]]
     members = []
     length = 0
@@ -73,4 +73,4 @@ def _run(matrices: Sequence[Tensor], indices: Sequence[int]) -> Run:
         length += matrices[index].nbytes
     data = torch.empty(0, dtype=torch.uint8)
     begin = first.storage_offset() * first.itemsize
-    return Run(data.set_(first.untyped_storage(), begin, (length,), (1,)), members)
+    return MatrixRun(data.set_(first.untyped_storage(), begin, (length,), (1,)), members)

@@ -9,12 +9,12 @@ from fa_serve.hf.lora.host_runs import cloned, is_dense, runs_of, viewed
 
 def test_matrices_of_a_file_are_one_run() -> None:
     memory = torch.arange(30.0)
-    last, first, middle = memory[18:30].view(4, 3).t(), memory[2:8].view(2, 3), memory[8:18].view(1, 10)
-    (run,) = runs_of([last, first, middle])
+    given = [memory[18:30].view(4, 3).t(), memory[2:8].view(2, 3), memory[8:18].view(1, 10)]
+    (run,) = runs_of(given)
     assert torch.equal(run.data.view(torch.float32), memory[2:30])
     assert run.members == [(1, 0), (2, 24), (0, 64)]
     for index, offset in run.members:
-        assert torch.equal(viewed(run.data, offset, [last, first, middle][index]), [last, first, middle][index])
+        assert torch.equal(viewed(run.data, offset, given[index]), given[index])
 
 
 def test_a_gap_another_dtype_and_another_memory_begin_runs() -> None:
