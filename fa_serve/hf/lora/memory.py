@@ -37,7 +37,7 @@ from fa_serve.hf.lora.outer import AdaptedEmbedding, AdaptedHead, OuterModules
 from fa_serve.hf.lora.packed import PackedLora, PackedPart
 from fa_serve.hf.lora.parameters import AdaptedExperts, AdaptedRouter
 from fa_serve.hf.lora.product import AdaptedLinear, LoraSite, StepHolder, dense_weight, linear_sizes
-from fa_serve.hf.lora.staging import ALIGNMENT, Staging
+from fa_serve.hf.lora.staging import Staging
 from fa_serve.hf.surgery.divide.weights import PartOfSum
 from fa_serve.hf.surgery.experts.mixtures import expert_modules
 from fa_serve.hf.surgery.fuse.latent import LatentAttention
@@ -116,7 +116,7 @@ class LoraMemory:
         """How often the weights of the model have changed. The owner of this memory counts it."""
         longest = max(max(site.k, *site.widths) for site in self.sites)
         largest = PAGE_RANKS * longest * self.dtype.itemsize
-        self._staging = Staging(self.device, max(STAGED_BYTES, largest) + ALIGNMENT)
+        self._staging = Staging(self.device, max(STAGED_BYTES, largest))
 
     def settle(self, model: Any) -> None:
         """Find the products again after the layers of the model have been fused anew, without adapters (`detach_adapters`).

@@ -41,11 +41,11 @@ class Copy(NamedTuple):
 
 
 class Staging:
-    """Owner of the buffers. num_bytes: of each, at least those of the largest matrix and ALIGNMENT"""
+    """Owner of the buffers. num_bytes: those of the largest matrix, and about those of a piece"""
 
     def __init__(self, device: torch.device, num_bytes: int) -> None:
         self._on_gpu = device.type == "cuda"
-        num_bytes = _aligned(num_bytes)
+        num_bytes = _aligned(num_bytes) + ALIGNMENT
         self._num_bytes = num_bytes
         count = NUM_BUFFERS if self._on_gpu else 0
         self._buffers = [torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(count)]

@@ -509,10 +509,8 @@ def plan_lora_row(
     if ahead is None:
         ahead = activation is not None
     widths = part_widths(weights)
-    rest = min(PAGES_TOGETHER, power_of_2(max_pages))
-    together = min(PAGES_TOGETHER_AHEAD, rest) if ahead else rest
-    if ahead:
-        rest = min(PAGES_TOGETHER, power_of_2(max(1, max_pages - together)))
+    together = min(PAGES_TOGETHER_AHEAD if ahead else PAGES_TOGETHER, power_of_2(max_pages))
+    rest = min(PAGES_TOGETHER, power_of_2(max(1, max_pages - together)))
     columns = min(512 if ahead else 256, power_of_2(k))
     offset = 0.0 if norm is None else float(norm.offset)
     pdl = product.is_programmatic

@@ -30,7 +30,7 @@ class Copied:
 @pytest.fixture
 def staging() -> Staging:
     """A `Staging` as on a GPU, with buffers of the CPU that hold one matrix of 12 numbers each."""
-    found = Staging(torch.device("cpu"), 64)
+    found = Staging(torch.device("cpu"), 48)
     found._on_gpu = True
     found._buffers = [torch.full((64,), 255, dtype=torch.uint8) for _ in range(NUM_BUFFERS)]
     found._arrived = [torch.full((64,), 254, dtype=torch.uint8) for _ in range(NUM_BUFFERS)]
