@@ -5,10 +5,10 @@
 
 A batch is padded to one of the sizes in TOKENS with up to PADDINGS more sequences, and with empty sequences after them, so that
 a few graphs serve all batches. Sizes lie close together where padding costs more than the launches that a graph saves.
-Attention is planned for the longest input, so models that take long inputs have two graphs of a size. One of the two is for
-batches in which no input has more than SHORT tokens. Each batch is copied to the same memory. Pooling, and everything after it,
-is launched without a graph. Batches above the largest size need no graph: they keep a GPU busy while the host launches the next
-kernels. Left out: how a graph is captured (runner/cuda_graphs.py).
+Attention is planned for the longest input, and its table of tiles has room for all sequences. So a size has a graph for each of
+the lengths in LONGEST that an input can have, and the shorter the inputs are, the more of them a graph takes (`most_inputs`).
+Each batch is copied to the same memory. Pooling, and everything after it, is launched without a graph. Left out: how a graph is
+captured (runner/cuda_graphs.py).
 """
 
 from __future__ import annotations
@@ -29,17 +29,19 @@ from fa_serve.hf.encoders.packed import PackedInputs, PackedModel
 
 log = logging.getLogger("fa_serve.engine")
 
-TOKENS = (16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 2560, 3072, 4096, 5120, 6144, 8192)
+TOKENS = (
+    *(16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 2560, 3072, 4096, 5120, 6144),
+    *range(7168, 16385, 1024),
+)
 """Sizes to which batches are padded. Where the host is slow, the launches of a large model take longer than its work on 4,096
-tokens: 16 texts of 512 tokens through 28 layers of width 1,024 took 49 ms. In a batch that keeps the GPU busy, this many tokens
-take 14 ms."""
-MAX_INPUTS = 64
-"""The most inputs of a batch that uses a graph."""
-PADDINGS = 4
+tokens: 16 texts of 512 tokens through 28 layers of width 1,024 took 49 ms, and 14 ms in a batch that keeps the GPU busy. On the
+host of an H200, 12 layers of width 768 took 7.5 ms to launch and 6.4 ms to compute with 16,384 tokens."""
+PADDINGS = 16
 """The most sequences of padding that are not empty."""
-SHORT = 512
-"""The input length that attention is planned for, unless a batch has a longer input."""
-
+LONGEST = (64, 512)
+"""The input lengths that attention is planned for, unless a batch has a longer input."""
+ALWAYS_INPUTS = 64
+"""A graph takes so many inputs at least, however long they may be."""
 Capture = Callable[[Callable[[], None], Any, nn.Module], tuple[Callable[[], None], Any]]
 
 
@@ -56,7 +58,7 @@ class EncoderGraphs:
     """Owner of the graphs and of the memory that they read.
 
     max_tokens: the most tokens of an input, and of a sequence of padding. The sizes end before the first gap that PADDINGS
-                sequences of min(max_tokens, SHORT) tokens cannot fill
+                sequences of so many tokens cannot fill
     most:       the most tokens of a batch; sizes that are larger than needed for it are left out
     """
 
@@ -64,7 +66,7 @@ class EncoderGraphs:
         self._model = model
         self._max_tokens = max_tokens
         paddings = (size - below for below, size in pairwise((0, *TOKENS)))
-        room = PADDINGS * min(max_tokens, SHORT)
+        room = PADDINGS * min(max_tokens, LONGEST[0])
         sizes = [size for size, _ in takewhile(lambda each: each[1] <= room, zip(TOKENS, paddings, strict=True))]
         self._sizes = [size for below, size in pairwise((0, *sizes)) if below < most]
         self._capture = capture
@@ -75,9 +77,11 @@ class EncoderGraphs:
         """The inputs on the device and the hidden states of all tokens, (total, hidden_size); None if no graph takes them."""
         total = len(inputs.ids)
         size = next((size for size in self._sizes if size >= total), None)
-        if size is None or len(inputs) > MAX_INPUTS:
+        if size is None:
             return None
-        longest = min(size, self._max_tokens, SHORT if inputs.lengths.max() <= SHORT else self._max_tokens)
+        longest = min(each for each in self._lengths(size) if each >= inputs.lengths.max())
+        if len(inputs) > most_inputs(size, longest):
+            return None
         key = (size, longest, inputs.types is not None)
         known = self._graphs.get(key)
         packed = _padded(inputs, size, longest, self._model.device, None if known is None else known.inputs)
@@ -96,9 +100,18 @@ class EncoderGraphs:
         """Capture all sizes, the largest first, so that the pool of memory does not grow."""
         for size in reversed(self._sizes):
             ids = np.zeros(size, dtype=np.int32)
-            for longest in {min(size, self._max_tokens), min(size, self._max_tokens, SHORT)}:
+            for longest in self._lengths(size):
                 ends = np.array([*range(0, size, longest), size])
                 self.run(EncoderInputs(ids, ends, ids if takes_types else None))
+
+    def _lengths(self, size: int) -> list[int]:
+        """The input lengths that this size has graphs for: the longest, and those of LONGEST with which it takes more inputs.
+
+        Attention is faster if it is planned for up to LONGEST[1] tokens, so that is among them even with no more inputs.
+        """
+        limit = min(size, self._max_tokens)
+        shorter = [each for each in LONGEST if each < limit]
+        return [*(each for each in shorter if each == LONGEST[1] or most_inputs(size, each) > ALWAYS_INPUTS), limit]
 
     def _captured(self, key: tuple[int, int, bool], packed: PackedInputs) -> _Graph | None:
         """Capture a graph, and run it for these inputs. If it cannot be captured, no other capture is tried."""
@@ -119,12 +132,17 @@ class EncoderGraphs:
         return graph
 
 
+def most_inputs(size: int, longest: int) -> int:
+    """The most inputs of a batch that is padded to `size` tokens, and of which an input has up to `longest` tokens."""
+    return max(ALWAYS_INPUTS, 4 * size // longest)
+
+
 def _padded(inputs: EncoderInputs, size: int, longest: int, device: torch.device, there: PackedInputs | None) -> PackedInputs:
     """The inputs with padding, on the device. longest: tokens of a sequence of padding; there: where to write them"""
     total = len(inputs.ids)
     ids = np.pad(inputs.ids, (0, size - total))
     types = None if inputs.types is None else np.pad(inputs.types, (0, size - total))
-    ends = np.full(MAX_INPUTS + PADDINGS + 1, size)
+    ends = np.full(most_inputs(size, longest) + PADDINGS + 1, size)
     ends[: len(inputs) + 1] = inputs.ends
     behind = ends[len(inputs) + 1 :][:PADDINGS]
     behind[:] = np.minimum(total + longest * np.arange(1, PADDINGS + 1), size)

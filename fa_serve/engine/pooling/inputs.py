@@ -149,6 +149,7 @@ class InputReader:
         self._whole = _copy(tokenizer.backend_tokenizer, card.lower_case)
         self._cut = _copy(tokenizer.backend_tokenizer, card.lower_case)
         self._cut.enable_truncation(card.max_tokens, strategy="longest_first", direction="left" if self._cuts_left else "right")
+        self._singles_have_zeros = not any(self._whole.encode("a").type_ids)
         self._prompt_length = lru_cache(MAX_PROMPTS)(self._count_prompt)
 
     def prompt(self, name: str | None) -> str:
@@ -211,13 +212,19 @@ class InputReader:
         ]
         types = None
         if self._card.takes_types:
-            ends = zip(found, rows, strict=True)
-            types = _flat([[0] * len(row) if encoding is None else encoding.type_ids for encoding, row in ends])
+            types = self._types(piece, found, rows)
         skipped = self._prompt_length(prompt) if prompt and self._card.skips_prompt else 0
         skips = skipped * np.array(is_text, dtype=np.int32) if skipped else None
         inputs = EncoderInputs(_flat(rows), ends_of(map(len, rows)), types, skips)
         self._check(inputs, first, piece)
         return inputs
+
+    def _types(self, piece: Sequence[InputText], found: Sequence[Any], rows: Sequence[Sequence[int]]) -> Ids:
+        """(total,) int32: which text of its pair each token is from. found: the encodings; None for an input of token ids"""
+        if self._singles_have_zeros and not any(isinstance(each, tuple) for each in piece):
+            return np.zeros(sum(map(len, rows)), dtype=np.int32)  # not read from the encodings, which takes as long as the ids
+        both = zip(found, rows, strict=True)
+        return _flat([[0] * len(row) if encoding is None else encoding.type_ids for encoding, row in both])
 
     def _checked_text(self, text: str | tuple[str, str], number: int, prompt: str, truncate: bool) -> Any:
         """The text with its prompt. A text that cannot fit is refused or cut before tokenization, because that takes long."""

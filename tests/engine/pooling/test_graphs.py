@@ -9,7 +9,9 @@ from encoder_folders import MANY_TEXTS, TEXTS, save_encoder
 from torch import nn
 
 from fa_serve.engine import Encoder, EngineConfig
-from fa_serve.engine.pooling.graphs import EncoderGraphs
+from fa_serve.engine.pooling.graphs import EncoderGraphs, most_inputs
+
+SIZES = [16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 2560, 3072, 4096, 5120, 6144, *range(7168, 16385, 1024)]
 
 
 def load(path, captured: list[int], capture: Callable | None = None, max_tokens: int = 48) -> Encoder:
@@ -43,10 +45,30 @@ def test_all_sizes_are_captured_ahead(tmp_path) -> None:
     captured: list[int] = []
     encoder = load(save_encoder(tmp_path), captured)
     encoder._warm_up()
-    assert len(captured) == 7  # up to 512: 768 tokens would need more sequences of padding, of 48 tokens each
+    assert len(captured) == 13  # up to 3,072: 4,096 tokens would need more sequences of padding, of 48 tokens each
     encoder.encode("a cat")
-    encoder.encode(["a"] * 65)
-    assert len(captured) == 7
+    encoder.encode(["a"] * 257)
+    assert len(captured) == 13
+
+
+def test_the_shorter_the_inputs_the_more_of_them_a_graph_takes(tmp_path) -> None:
+    """100 inputs of few tokens are a batch of 2,000, which a graph takes. With one input of 65 tokens among them, none does."""
+    limit = {"max_seq_length": 512, "do_lower_case": False}
+    pooling = ("Pooling", {"pooling_mode_mean_tokens": True})
+    path = save_encoder(tmp_path, "bert", [pooling], transformer=limit, max_position_embeddings=512)
+    texts = [" ".join(["a"] * (10 + index % 17)) for index in range(100)]
+    longer = [*texts[1:], " ".join(["a"] * 65)]
+    plain = Encoder(EngineConfig(model=path, device="cpu", dtype="float32"))
+    wanted, wanted_longer = plain.encode(texts), plain.encode(longer)
+    captured: list[int] = []
+    encoder = load(path, captured, max_tokens=512)
+    for _ in range(2):
+        np.testing.assert_allclose(encoder.encode(texts), wanted, atol=1e-5)
+        np.testing.assert_allclose(encoder.encode(longer), wanted_longer, atol=1e-5)
+    graphs = encoder._pipeline.graphs
+    assert graphs is not None
+    assert [key[:2] for key in graphs._graphs] == [(2048, 64)]
+    assert [most_inputs(16384, longest) for longest in (64, 512, 8192)] == [1024, 128, 64]
 
 
 def test_long_inputs_have_graphs_of_their_own(tmp_path) -> None:
@@ -83,11 +105,12 @@ def test_what_cannot_be_captured_runs_as_usual(tmp_path, caplog) -> None:
 @pytest.mark.parametrize(
     ("max_tokens", "most", "sizes"),
     [
-        (24, 4096, [16, 32, 64, 128]),  # 256 tokens would be up to 128 of padding, and sequences of padding 4 of 24
-        (512, 4096, [16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 2560, 3072, 4096]),
-        (512, 16384, [16, 32, 64, 128, 256, 384, 512, 768, 1024, 1536, 2048, 2560, 3072, 4096, 5120, 6144, 8192]),
-        (512, 512, [16, 32, 64, 128, 256, 384, 512]),
-        (512, 600, [16, 32, 64, 128, 256, 384, 512, 768]),
+        (24, 4096, SIZES[:9]),  # 1,536 tokens would be up to 512 of padding, and sequences of padding 16 of 24
+        (48, 4096, SIZES[:13]),
+        (512, 4096, SIZES[:14]),
+        (512, 16384, SIZES),
+        (512, 512, SIZES[:7]),
+        (512, 600, SIZES[:8]),
     ],
 )
 def test_sizes_are_those_that_a_batch_can_have(tmp_path, max_tokens: int, most: int, sizes: list[int]) -> None:

@@ -6,6 +6,7 @@ import time
 import numpy as np
 import pytest
 from encoder_folders import LENGTH, PAIRS, TEXTS, VOCABULARY, word_pieces
+from tokenizers.processors import TemplateProcessing
 
 from fa_serve.engine.pooling import inputs
 from fa_serve.engine.pooling.inputs import InputReader, named_in_request
@@ -30,6 +31,17 @@ def test_ids_and_types_are_those_of_the_tokenizer() -> None:
         assert each.ids.dtype == each.types.dtype == np.int32
     assert found[-1].ids.tolist() == [5, 6, 7]
     assert reader(EncoderCard("embed", 32, LENGTH)).read(["a"])[0].types is None
+
+
+@pytest.mark.parametrize("kind", [0, 2])
+def test_texts_alone_have_the_types_of_their_template(kind: int) -> None:
+    """Those of most tokenizers are zeros, which are not read from the encodings. XLNet gives its last token the type 2."""
+    tokenizer = word_pieces()
+    special = [(name, tokenizer.convert_tokens_to_ids(name)) for name in ("[CLS]", "[SEP]")]
+    template = TemplateProcessing(single=f"[SEP]:0 $A:0 [CLS]:{kind}", pair="$A:0 $B:1", special_tokens=special)
+    tokenizer.backend_tokenizer.post_processor = template
+    found = InputReader(tokenizer, CARD, len(VOCABULARY)).read(["a b", [5, 6], "c"])
+    assert [each.types.tolist() for each in found] == [[0, 0, 0, kind], [0, 0], [0, 0, kind]]
 
 
 def test_the_order_is_kept_across_pieces(monkeypatch) -> None:
