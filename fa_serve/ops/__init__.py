@@ -254,6 +254,17 @@ def rotary_store_latent(
     return select_ops(q.device).rotary_store_latent(q, latent, kv_cache, slot_mapping, norm, cos, sin, pairing, descale, out)
 
 
+def act(x: Tensor, activation: str) -> Tensor:
+    """Compute an activation of each number. It has no gradients.
+
+    x:          of any shape
+    activation: one of ACTIVATIONS
+
+    Returns a contiguous tensor of the same shape.
+    """
+    return select_ops(x.device).act(x, activation)
+
+
 def act_and_mul(x: Tensor, activation: str) -> Tensor:
     """Compute activation(x[:, :width]) * x[:, width:].
 

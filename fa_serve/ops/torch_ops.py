@@ -181,6 +181,9 @@ class TorchOps:
                 words.index_copy_(0, rows, part)
             first += words.shape[1]
 
+    def act(self, x: Tensor, activation: str, /) -> Tensor:
+        return torch_activation(_wide(x), activation).to(x.dtype)
+
     def act_and_mul(self, x: Tensor, activation: str, /) -> Tensor:
         gate, up = _wide(x).chunk(2, dim=1)
         return (torch_activation(gate, activation) * up).to(x.dtype)

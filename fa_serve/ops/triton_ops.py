@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from fa_serve.ops.elementwise.activation import launch_act_and_mul
+from fa_serve.ops.elementwise.activation import launch_act, launch_act_and_mul
 from fa_serve.ops.elementwise.addition import launch_add, launch_add_gated
 from fa_serve.ops.elementwise.attention_parts import launch_merge_attention
 from fa_serve.ops.elementwise.gates import launch_delta_gates, launch_gate_heads
@@ -46,6 +46,7 @@ class TritonOps:
     layer_norm = staticmethod(launch_layer_norm)
     rotary_store_kv = staticmethod(launch_rotary_store_kv)
     rotary_store_latent = staticmethod(launch_rotary_store_latent)
+    act = staticmethod(launch_act)
     act_and_mul = staticmethod(launch_act_and_mul)
     rotary_tables = staticmethod(launch_rotary_tables)
     gate_heads = staticmethod(launch_gate_heads)

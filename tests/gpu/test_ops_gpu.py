@@ -95,6 +95,14 @@ def test_rotary_tables(repeats: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
 @pytest.mark.parametrize("activation", ops.ACTIVATIONS)
+def test_act(activation: str, dtype: torch.dtype) -> None:
+    for seed in range(CALLS):
+        x = inputs(33, 3000, dtype=dtype, seed=seed)
+        assert_rounded_once(ops.act(x, activation), EXACT.act(x.double(), activation))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+@pytest.mark.parametrize("activation", ops.ACTIVATIONS)
 def test_act_and_mul(activation: str, dtype: torch.dtype) -> None:
     for seed in range(CALLS):
         x = inputs(33, 2 * 3000, dtype=dtype, seed=seed)

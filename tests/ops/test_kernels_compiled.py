@@ -14,7 +14,7 @@ from sampled_cases import each_nth
 from torch import Tensor
 
 from fa_serve.ops import ACTIVATIONS, ExpertWeights, Gate, LayerNorm, Norm, Pairing, Router, RowTable
-from fa_serve.ops.elementwise.activation import launch_act_and_mul
+from fa_serve.ops.elementwise.activation import launch_act, launch_act_and_mul
 from fa_serve.ops.elementwise.addition import launch_add, launch_add_gated
 from fa_serve.ops.elementwise.attention_parts import launch_merge_attention
 from fa_serve.ops.elementwise.gates import launch_delta_gates, launch_gate_heads
@@ -90,6 +90,8 @@ def test_kernels_between_the_products_of_a_layer(target: str) -> None:
         latent = len(kernels) - 10
         for activation in ACTIVATIONS:
             launch_act_and_mul(bf16(3, 2 * 14336), activation)
+        for activation in ACTIVATIONS:
+            launch_act(bf16(3, 3072), activation)
         launch_add(bf16(3, 4096), bf16(3, 4096), 1.0)
         launch_add_gated(*[bf16(3, 2048)] * 4, bf16(2048), 1.0)
         launch_merge_attention(*[x for _ in range(2) for x in (bf16(3, 32, 128), torch.zeros(32, 3))])
@@ -102,6 +104,7 @@ def test_kernels_between_the_products_of_a_layer(target: str) -> None:
         for pack in (True, False):
             launch_move_rows(table, torch.arange(2), torch.zeros(2, table.num_words, dtype=torch.int64), pack)
     names = {"_rms_norm": 2, "_layer_norm": 2, "_rotary_store_kv": 6, "_rotary_store_latent": latent, "_act_and_mul": 3}
+    names |= {"_act": 3}
     names |= {"_add": 1, "_add_gated": 1, "_merge_parts": 1, "_gate_heads": 2, "_delta_gates": 1}
     names |= {"_rotary_tables": 2, "_move_rows": 2}
     assert [kernel.name for kernel in kernels] == [name for name, count in names.items() for _ in range(count)]

@@ -63,6 +63,15 @@ def test_add(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("activation", ops.ACTIVATIONS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+def test_act(activation: str, dtype: torch.dtype) -> None:
+    x = 4 * randn(5, 110, dtype=dtype)
+    out = ops.act(x, activation)
+    assert out.dtype == dtype
+    assert_rounded_once(out, exact_activation(x.double(), activation))
+
+
+@pytest.mark.parametrize("activation", ops.ACTIVATIONS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
 def test_act_and_mul(activation: str, dtype: torch.dtype) -> None:
     x = 4 * randn(5, 2 * 110, dtype=dtype)
     gate, up = x.double().chunk(2, dim=1)

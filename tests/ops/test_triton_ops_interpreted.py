@@ -174,6 +174,10 @@ def delta_gates(
     return OPS.delta_gates(a, b, zeros(heads), zeros(heads, dtype=bias_dtype))
 
 
+def act(total: int = 2, width: int = 32, dtype: torch.dtype = torch.float32, activation: str = "silu") -> Tensor:
+    return OPS.act(zeros(total, width, dtype=dtype), activation)
+
+
 def act_and_mul(
     total: int = 2, width: int = 32, stride: int = 64, dtype: torch.dtype = torch.float32, activation: str = "silu"
 ) -> Tensor:
@@ -361,6 +365,7 @@ CALLS: dict[Callable[..., Any], list[dict[str, Any]]] = {
         {"norm_dtype": BF16},
     ],
     delta_gates: [{}, {"total": 3}, {"heads": 3}, {"a_padding": 8}, {"b_padding": 8}, {"dtype": BF16}, {"bias_dtype": BF16}],
+    act: [{}, {"total": 3}, {"width": 24}, {"dtype": BF16}, {"activation": "gelu"}],
     act_and_mul: [{}, {"total": 3}, {"width": 24}, {"stride": 80}, {"dtype": BF16}, {"activation": "gelu"}],
     add: [{}, {"total": 3}, {"width": 24}, {"dtype": BF16}, {"other_dtype": BF16}, {"alpha": 0.5}],
     merge_attention: [{}, {"total": 3}, {"heads": 3}, {"dim": 24}, {"dtype": BF16}, {"other_dtype": BF16}],
@@ -417,6 +422,7 @@ def test_a_call_has_a_plan_of_its_facts(op: Callable[..., Any]) -> None:
         (layer_norm, {"total": 0}, (0, 32)),
         (rotary_store_kv, {"total": 0}, None),
         (rotary_store_latent, {"total": 0}, (0, 24)),
+        (act, {"total": 0}, (0, 32)),
         (act_and_mul, {"total": 0}, (0, 32)),
         (gate_heads, {"total": 0}, (0, 2, 32)),
         (add, {"total": 0}, (0, 32)),

@@ -70,6 +70,25 @@ def test_rotary_store_kv(
     assert_rounded_once(v_cache, exact_v_cache)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+def test_heads_without_a_cache_only_rotate(dtype: torch.dtype) -> None:
+    """As an encoder's queries and keys, behind which its values lie: a cache of no heads gets nothing."""
+    total, heads, dim = 5, 6, 32
+    qkv = randn(total, 3 * heads // 2 * dim, dtype=dtype)
+    before = qkv.clone()
+    angles = randn(total, dim // 2, dtype=torch.float32, seed=3)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    nowhere = torch.empty(1, 1, 0, dim, dtype=dtype)
+    both = qkv[:, : heads * dim]
+    exact = both.double()
+    slots = torch.full((total,), -1)
+    ops.rotary_store_kv(exact, nowhere.double(), nowhere.double(), slots, num_heads=heads, cos=cos.double(), sin=sin.double())
+    launch_rotary_store_kv(both, nowhere, nowhere, slots, heads, cos, sin, None, None, None, None)
+    assert_rounded_once(both, exact)
+    assert not torch.equal(both, before[:, : heads * dim])
+    assert torch.equal(qkv[:, heads * dim :], before[:, heads * dim :])
+
+
 @pytest.mark.parametrize("mixed", [False, True])
 def test_angles_may_lie_by_columns(mixed: bool) -> None:
     """As gpt-oss makes them: the cosine of a transposed product has the product's strides."""

@@ -49,7 +49,8 @@ class EncoderParts(NamedTuple):
     """The parts of a layer, found by the names of its modules.
 
     qkv, o, up, down: projections; `up` of a gated unit has the rows of the gate, followed by the rows that are gated
-    activation:       a function; for a gated unit, one of ops.ACTIVATIONS
+    activation:       one of ops.ACTIVATIONS; in an MLP without a gate it may be another function
+    gated:            whether the MLP is a gated unit
     before_attention, before_mlp: norms before the two parts
     after_attention, after_mlp:   norms of the sums that follow the two parts
     """
@@ -59,6 +60,7 @@ class EncoderParts(NamedTuple):
     up: FusedProduct
     down: FusedProduct
     activation: Callable[[Tensor], Tensor] | str
+    gated: bool
     before_attention: ops.LayerNorm | None = None
     after_attention: ops.LayerNorm | None = None
     before_mlp: ops.LayerNorm | None = None
@@ -112,9 +114,13 @@ class FusedEncoderLayer:
         q, k, v = qkv.view(len(x), 3, self.num_heads, self.head_dim).unbind(1)
         x, h = self._add(x, attend(q, k, v).flatten(1), parts.o, parts.after_attention, parts.before_mlp)
         h = ops.linear(h, parts.up.weight, parts.up.bias)
-        gated = parts.activation
-        h = ops.act_and_mul(h, gated) if isinstance(gated, str) else gated(h)
-        return self._add(x, h, parts.down, parts.after_mlp, None)[0]
+        return self._add(x, self._activate(h), parts.down, parts.after_mlp, None)[0]
+
+    def _activate(self, h: Tensor) -> Tensor:
+        activation = self.parts.activation
+        if not isinstance(activation, str):
+            return activation(h)
+        return ops.act_and_mul(h, activation) if self.parts.gated else ops.act(h, activation)
 
     @staticmethod
     def _add(
@@ -130,13 +136,15 @@ class FusedEncoderLayer:
         return x, x
 
     def _rotate(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> None:
-        """Rotate queries and keys in place. There is no cache, so every token has the slot -1, which stores nothing."""
-        nowhere = qkv.new_empty(1, 1, self.num_heads, self.head_dim)
+        """Rotate queries and keys in place. All of them are queries to the kernel, which stores nothing then."""
+        num_heads = 2 * self.num_heads
+        nowhere = qkv.new_empty(1, 1, 0, self.head_dim)
         slots = torch.full((len(qkv),), -1, dtype=torch.int64, device=qkv.device)
         half = cos.shape[-1] // 2
         cos = cos[0, :, :half]
         sin = sin[0, :, :half]
-        ops.rotary_store_kv(qkv, nowhere, nowhere, slots, num_heads=self.num_heads, cos=cos, sin=sin)
+        both = qkv[:, : num_heads * self.head_dim]
+        ops.rotary_store_kv(both, nowhere, nowhere, slots, num_heads=num_heads, cos=cos, sin=sin)
 
 
 @torch.no_grad()
@@ -250,6 +258,14 @@ def _layer_norm_of(module: Any) -> ops.LayerNorm:
     return ops.LayerNorm(module.weight, module.bias, module.eps)
 
 
+def _plain_activation(function: Callable[[Tensor], Tensor], device: torch.device) -> Callable[[Tensor], Tensor] | str:
+    """The name of an activation that has a kernel, else the function itself."""
+    try:
+        return activation_named(function, device)
+    except NotReplacedError:
+        return function
+
+
 def _bert_parts(layer: Any) -> EncoderParts:
     own = layer.attention.self
     end = layer.attention.output
@@ -258,7 +274,8 @@ def _bert_parts(layer: Any) -> EncoderParts:
         product_of(end.dense),
         product_of(layer.intermediate.dense),
         product_of(layer.output.dense),
-        layer.intermediate.intermediate_act_fn,
+        _plain_activation(layer.intermediate.intermediate_act_fn, layer.output.dense.weight.device),
+        gated=False,
         after_attention=_layer_norm_of(end.LayerNorm),
         after_mlp=_layer_norm_of(layer.output.LayerNorm),
     )
@@ -272,6 +289,7 @@ def _modernbert_parts(layer: Any) -> EncoderParts:
         product_of(layer.mlp.Wi),
         product_of(layer.mlp.Wo),
         activation_named(layer.mlp.act, layer.mlp.Wo.weight.device),
+        gated=True,
         before_attention=None if isinstance(first, nn.Identity) else _layer_norm_of(first),
         before_mlp=_layer_norm_of(layer.mlp_norm),
     )
@@ -285,6 +303,7 @@ def _nomic_parts(layer: Any) -> EncoderParts:
         merge_products(mlp, "gate_proj", "up_proj"),
         product_of(mlp.down_proj),
         activation_named(mlp.act_fn, mlp.down_proj.weight.device),
+        gated=True,
         after_attention=_layer_norm_of(layer.post_attention_layernorm),
         after_mlp=_layer_norm_of(layer.post_mlp_layernorm),
     )
