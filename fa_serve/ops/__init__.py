@@ -67,6 +67,7 @@ from fa_serve.ops.lora.problem import LoraBatch as LoraBatch
 from fa_serve.ops.lora.problem import LoraWeights as LoraWeights
 from fa_serve.ops.modes import records_gradients
 from fa_serve.ops.ops_backend import ACTIVATIONS as ACTIVATIONS
+from fa_serve.ops.ops_backend import DeltaHeads as DeltaHeads
 from fa_serve.ops.ops_backend import ExpertWeights as ExpertWeights
 from fa_serve.ops.ops_backend import Gate as Gate
 from fa_serve.ops.ops_backend import GateActivation as GateActivation
@@ -302,6 +303,19 @@ def delta_gates(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[T
     2024, arXiv:2412.06464).
     """
     return select_ops(a.device).delta_gates(a, b, a_log, dt_bias)
+
+
+def ungroup_delta_inputs(x: Tensor, heads: DeltaHeads, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The inputs of a gated delta net from a projection that groups its columns by key head, as in Qwen3-Next.
+
+    x:              (total, heads.columns + 2 * heads.values), the elements of a row contiguous. A group has a query, a key, the
+                    values of its heads and the gates of their outputs; behind all groups come b and a of each group
+    a_log, dt_bias: (heads.values,)
+
+    Returns (qkv, z, g, beta): queries, keys and values, (total, 2 * keys * key_dim + values * dim); the gates of the output,
+    (total, values * dim); and both gates of the delta rule, as `delta_gates` returns them.
+    """
+    return select_ops(x.device).ungroup_delta_inputs(x, heads, a_log, dt_bias)
 
 
 def add(x: Tensor, y: Tensor, *, alpha: float = 1.0) -> Tensor:

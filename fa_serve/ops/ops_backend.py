@@ -56,6 +56,24 @@ class LayerNorm(NamedTuple):
     eps: float
 
 
+class DeltaHeads(NamedTuple):
+    """The heads of a gated delta net.
+
+    keys, key_dim: number and size of the heads of queries, and of those of keys
+    values, dim:   number and size of the heads of values, a multiple of `keys`
+    """
+
+    keys: int
+    key_dim: int
+    values: int
+    dim: int
+
+    @property
+    def columns(self) -> int:
+        """The columns of queries, keys, values, and gates of the output."""
+        return 2 * self.keys * self.key_dim + 2 * self.values * self.dim
+
+
 class RoundedRows(NamedTuple):
     """Rows that were rounded to float8 for the product that takes them.
 
@@ -241,6 +259,10 @@ class OpsBackend(Protocol):
     def gate_heads(self, x: Tensor, gate: Tensor, activation: GateActivation, norm: Norm | None, /) -> Tensor: ...
 
     def delta_gates(self, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, /) -> tuple[Tensor, Tensor]: ...
+
+    def ungroup_delta_inputs(
+        self, x: Tensor, heads: DeltaHeads, a_log: Tensor, dt_bias: Tensor, /
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...
 
     def add(self, x: Tensor, y: Tensor, alpha: float, /) -> Tensor: ...
 

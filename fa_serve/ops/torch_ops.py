@@ -19,7 +19,7 @@ from fa_serve.ops.lora.fallback import torch_add_lora
 from fa_serve.ops.lora.problem import LoraBatch, LoraWeights
 from fa_serve.ops.lora.separate import separate_linear_lora
 from fa_serve.ops.moe.fallback import torch_activation, torch_experts, torch_route
-from fa_serve.ops.ops_backend import GateActivation, LayerNorm, Norm, Pairing, RoundedRows, Weight
+from fa_serve.ops.ops_backend import DeltaHeads, GateActivation, LayerNorm, Norm, Pairing, RoundedRows, Weight
 from fa_serve.ops.products.quantised.weight import QuantizedWeight
 from fa_serve.ops.rows import RowTable
 from fa_serve.ops.sampling.fallback import torch_sample_rows
@@ -158,6 +158,16 @@ class TorchOps:
     def delta_gates(self, a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor, /) -> tuple[Tensor, Tensor]:
         g = -_wide(a_log).exp() * torch.nn.functional.softplus(_wide(a) + _wide(dt_bias))
         return g, _wide(b).sigmoid()
+
+    def ungroup_delta_inputs(
+        self, x: Tensor, heads: DeltaHeads, a_log: Tensor, dt_bias: Tensor, /
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        share = heads.values // heads.keys
+        sizes = [heads.key_dim, heads.key_dim, share * heads.dim, share * heads.dim]
+        groups = x[:, : heads.columns].view(len(x), heads.keys, sum(sizes))
+        q, k, v, z = [part.flatten(1) for part in torch.split_with_sizes(groups, sizes, dim=2)]
+        b, a = [part.flatten(1) for part in x[:, heads.columns :].view(len(x), heads.keys, 2 * share).chunk(2, dim=2)]
+        return torch.cat([q, k, v], dim=1), z, *self.delta_gates(a, b, a_log, dt_bias)
 
     def add(self, x: Tensor, y: Tensor, alpha: float, /) -> Tensor:
         return x.copy_(_wide(x).add(_wide(y), alpha=alpha))

@@ -12,6 +12,7 @@ from torch import Tensor
 from fa_serve.ops.elementwise.activation import launch_act, launch_act_and_mul
 from fa_serve.ops.elementwise.addition import launch_add, launch_add_gated
 from fa_serve.ops.elementwise.attention_parts import launch_merge_attention
+from fa_serve.ops.elementwise.delta_inputs import launch_ungroup_delta_inputs
 from fa_serve.ops.elementwise.gates import launch_delta_gates, launch_gate_heads
 from fa_serve.ops.elementwise.gradients import (
     launch_act_and_mul_backward,
@@ -51,6 +52,7 @@ class TritonOps:
     rotary_tables = staticmethod(launch_rotary_tables)
     gate_heads = staticmethod(launch_gate_heads)
     delta_gates = staticmethod(launch_delta_gates)
+    ungroup_delta_inputs = staticmethod(launch_ungroup_delta_inputs)
     add = staticmethod(launch_add)
     add_gated = staticmethod(launch_add_gated)
     merge_attention = staticmethod(launch_merge_attention)

@@ -94,6 +94,22 @@ def test_rotary_tables(repeats: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+@pytest.mark.parametrize("total", [1, 300])
+def test_ungroup_delta_inputs(total: int, dtype: torch.dtype) -> None:
+    """The heads of Qwen3-Next."""
+    heads = ops.DeltaHeads(16, 128, 32, 128)
+    for seed in range(CALLS):
+        x = inputs(total, heads.columns + 2 * heads.values, dtype=dtype, seed=seed)
+        a_log, dt_bias = (inputs(heads.values, dtype=torch.float32, seed=seed + number) for number in (7, 8))
+        qkv, z, g, beta = ops.ungroup_delta_inputs(x, heads, a_log, dt_bias)
+        exact = EXACT.ungroup_delta_inputs(x.double(), heads, a_log.double(), dt_bias.double())
+        assert torch.equal(qkv.double(), exact[0])
+        assert torch.equal(z.double(), exact[1])
+        torch.testing.assert_close(g.double(), exact[2], rtol=1e-5, atol=1e-9)
+        torch.testing.assert_close(beta.double(), exact[3], rtol=1e-5, atol=1e-9)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
 @pytest.mark.parametrize("activation", ops.ACTIVATIONS)
 def test_act(activation: str, dtype: torch.dtype) -> None:
     for seed in range(CALLS):

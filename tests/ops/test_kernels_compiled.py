@@ -13,10 +13,11 @@ from quantized import float4_weight, float8_weight, int4_weight
 from sampled_cases import each_nth
 from torch import Tensor
 
-from fa_serve.ops import ACTIVATIONS, ExpertWeights, Gate, LayerNorm, Norm, Pairing, Router, RowTable
+from fa_serve.ops import ACTIVATIONS, DeltaHeads, ExpertWeights, Gate, LayerNorm, Norm, Pairing, Router, RowTable
 from fa_serve.ops.elementwise.activation import launch_act, launch_act_and_mul
 from fa_serve.ops.elementwise.addition import launch_add, launch_add_gated
 from fa_serve.ops.elementwise.attention_parts import launch_merge_attention
+from fa_serve.ops.elementwise.delta_inputs import launch_ungroup_delta_inputs
 from fa_serve.ops.elementwise.gates import launch_delta_gates, launch_gate_heads
 from fa_serve.ops.elementwise.norm import launch_layer_norm, launch_rms_norm
 from fa_serve.ops.elementwise.rotary import launch_rotary_store_kv
@@ -98,6 +99,7 @@ def test_kernels_between_the_products_of_a_layer(target: str) -> None:
         launch_gate_heads(bf16(3, 32, 128), bf16(3, 96, 128)[:, 64:], "silu", Norm(bf16(128), 1e-6))
         launch_gate_heads(bf16(3, 16, 256), bf16(3, 48, 256)[:, 1:32:2], "sigmoid", None)
         launch_delta_gates(bf16(3, 96)[:, :32], bf16(3, 96)[:, 32:64], bf16(32), bf16(32))
+        launch_ungroup_delta_inputs(bf16(3, 12352), DeltaHeads(16, 128, 32, 128), bf16(32), bf16(32))
         for repeats in (1, 2):
             launch_rotary_tables(torch.arange(3), torch.ones(64), 1.0, torch.bfloat16, repeats)
         table = RowTable([bf16(3, 8, 16, 128).transpose(1, 2)])
@@ -106,6 +108,7 @@ def test_kernels_between_the_products_of_a_layer(target: str) -> None:
     names = {"_rms_norm": 2, "_layer_norm": 2, "_rotary_store_kv": 6, "_rotary_store_latent": latent, "_act_and_mul": 3}
     names |= {"_act": 3}
     names |= {"_add": 1, "_add_gated": 1, "_merge_parts": 1, "_gate_heads": 2, "_delta_gates": 1}
+    names |= {"_ungroup_delta_inputs": 1}
     names |= {"_rotary_tables": 2, "_move_rows": 2}
     assert [kernel.name for kernel in kernels] == [name for name, count in names.items() for _ in range(count)]
     allowed = {"_rotary_tables": 32}  # the cosine of a large angle needs a few words of memory

@@ -237,6 +237,20 @@ def test_gate_heads(activation: ops.GateActivation, norm: bool, dtype: torch.dty
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+def test_ungroup_delta_inputs(dtype: torch.dtype) -> None:
+    """Two key heads of 3 numbers, each with two heads of values of 4: a group has 22 columns, and 4 of b and a."""
+    x = randn(2, 52, dtype=dtype)
+    a_log, dt_bias = (randn(4, dtype=dtype, seed=seed) for seed in (2, 3))
+    qkv, z, g, beta = ops.ungroup_delta_inputs(x, ops.DeltaHeads(2, 3, 4, 4), a_log, dt_bias)
+    columns = [*range(3), *range(22, 25), *range(3, 6), *range(25, 28), *range(6, 14), *range(28, 36)]
+    assert torch.equal(qkv, x[:, columns])
+    assert torch.equal(z, x[:, [*range(14, 22), *range(36, 44)]])
+    wanted_g, wanted_beta = ops.delta_gates(x[:, [46, 47, 50, 51]], x[:, [44, 45, 48, 49]], a_log, dt_bias)
+    assert torch.equal(g, wanted_g)
+    assert torch.equal(beta, wanted_beta)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
 def test_delta_gates(dtype: torch.dtype) -> None:
     a, b = (randn(3, 5, dtype=dtype, seed=seed) for seed in (0, 1))
     a_log, dt_bias = (randn(5, dtype=dtype, seed=seed) for seed in (2, 3))

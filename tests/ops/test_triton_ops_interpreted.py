@@ -11,7 +11,7 @@ from interpreter_bounds import reachable
 from torch import Tensor
 
 from fa_serve.launching.plans import PLANS
-from fa_serve.ops import GateActivation, LayerNorm, Norm, Pairing, RowTable
+from fa_serve.ops import DeltaHeads, GateActivation, LayerNorm, Norm, Pairing, RowTable
 from fa_serve.ops.triton_ops import TritonOps
 
 OPS = TritonOps()
@@ -172,6 +172,19 @@ def delta_gates(
 ) -> tuple[Tensor, Tensor]:
     a, b = (zeros(total, heads + padding, dtype=dtype)[:, :heads] for padding in (a_padding, b_padding))
     return OPS.delta_gates(a, b, zeros(heads), zeros(heads, dtype=bias_dtype))
+
+
+def ungroup_delta_inputs(
+    total: int = 2,
+    keys: int = 2,
+    padding: int = 0,
+    dtype: torch.dtype = torch.float32,
+    bias_dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    heads = DeltaHeads(keys, 16, 2 * keys, 16)
+    columns = heads.columns + 2 * heads.values
+    x = zeros(total, columns + padding, dtype=dtype)[:, :columns]
+    return OPS.ungroup_delta_inputs(x, heads, zeros(heads.values), zeros(heads.values, dtype=bias_dtype))[0]
 
 
 def act(total: int = 2, width: int = 32, dtype: torch.dtype = torch.float32, activation: str = "silu") -> Tensor:
@@ -365,6 +378,7 @@ CALLS: dict[Callable[..., Any], list[dict[str, Any]]] = {
         {"norm_dtype": BF16},
     ],
     delta_gates: [{}, {"total": 3}, {"heads": 3}, {"a_padding": 8}, {"b_padding": 8}, {"dtype": BF16}, {"bias_dtype": BF16}],
+    ungroup_delta_inputs: [{}, {"total": 3}, {"keys": 3}, {"padding": 8}, {"dtype": BF16}, {"bias_dtype": BF16}],
     act: [{}, {"total": 3}, {"width": 24}, {"dtype": BF16}, {"activation": "gelu"}],
     act_and_mul: [{}, {"total": 3}, {"width": 24}, {"stride": 80}, {"dtype": BF16}, {"activation": "gelu"}],
     add: [{}, {"total": 3}, {"width": 24}, {"dtype": BF16}, {"other_dtype": BF16}, {"alpha": 0.5}],
@@ -422,6 +436,7 @@ def test_a_call_has_a_plan_of_its_facts(op: Callable[..., Any]) -> None:
         (layer_norm, {"total": 0}, (0, 32)),
         (rotary_store_kv, {"total": 0}, None),
         (rotary_store_latent, {"total": 0}, (0, 24)),
+        (ungroup_delta_inputs, {"total": 0}, (0, 128)),
         (act, {"total": 0}, (0, 32)),
         (act_and_mul, {"total": 0}, (0, 32)),
         (gate_heads, {"total": 0}, (0, 2, 32)),

@@ -82,22 +82,18 @@ def state_cache(given: Mapping[str, Any]) -> StepCache:
 class DeltaMixer:
     """A gated delta net (Yang et al. 2024, arXiv:2412.06464), without its output projection.
 
-    number:             index of the module in `find_state_modules`
-    heads, head_dim:    number and size of the heads of values
-    key_heads, key_dim: number and size of the heads of queries and keys
-    inputs:             the merged projection to queries, keys, values, the gate of the output, b and a
-    order:              (columns,) int64: the columns of the projection in this order; None if they already have this order
+    number:  index of the module in `find_state_modules`
+    heads:   the heads of queries, keys and values
+    inputs:  the merged projection to queries, keys, values, the gate of the output, b and a
+    grouped: whether the columns of the projection are grouped by key head
     weight, bias, activation: of the convolution; weight is (channels, width)
-    norm:               norm of each head of the output, before its gate
+    norm:    norm of each head of the output, before its gate
     """
 
     number: int
-    heads: int
-    head_dim: int
-    key_heads: int
-    key_dim: int
+    heads: ops.DeltaHeads
     inputs: FusedProduct
-    order: Tensor | None
+    grouped: bool
     weight: Tensor
     bias: Tensor | None
     activation: str
@@ -106,34 +102,38 @@ class DeltaMixer:
     dt_bias: Tensor
 
     def compute(self, x: Tensor, norm: ops.Norm | None, step: StateStep) -> Tensor:
-        """(total, hidden) -> (total, heads * head_dim)."""
-        queries = self.key_heads * self.key_dim
-        values = self.heads * self.head_dim
+        """(total, hidden) -> (total, values * dim)."""
+        heads = self.heads
+        queries = heads.keys * heads.key_dim
+        values = heads.values * heads.dim
         mixed = project(self.inputs, x, norm=norm)
-        if self.order is not None:
-            mixed = mixed.index_select(1, self.order)
-        qkv, z, b, a = torch.split_with_sizes(mixed, [2 * queries + values, values, self.heads, self.heads], dim=1)
-        g, beta = ops.delta_gates(a, b, self.a_log, self.dt_bias)
+        if self.grouped:
+            qkv, z, g, beta = ops.ungroup_delta_inputs(mixed, heads, self.a_log, self.dt_bias)
+        else:
+            qkv, z, b, a = torch.split_with_sizes(mixed, [2 * queries + values, values, heads.values, heads.values], dim=1)
+            g, beta = ops.delta_gates(a, b, self.a_log, self.dt_bias)
         fixed = {"weight": self.weight, "bias": self.bias, "activation": self.activation}
         qkv = step.states.compute(StateKey(self.number, 0), StateCall(CONVOLUTION, {"x": qkv[None]}, fixed))
         q, k, v = torch.split_with_sizes(qkv, [queries, queries, values], dim=2)
         total = len(x)
         rows = {
-            "q": q.view(1, total, self.key_heads, self.key_dim),
-            "k": k.view(1, total, self.key_heads, self.key_dim),
-            "v": v.view(1, total, self.heads, self.head_dim),
+            "q": q.view(1, total, heads.keys, heads.key_dim),
+            "k": k.view(1, total, heads.keys, heads.key_dim),
+            "v": v.view(1, total, heads.values, heads.dim),
             "g": g[None],
             "beta": beta[None],
         }
         out = step.states.compute(StateKey(self.number, 1), StateCall(DELTA_RULE, rows, {"use_qk_l2norm": True}))[0]
-        gate = z.view(total, self.heads, self.head_dim)
+        gate = z.view(total, heads.values, heads.dim)
         return ops.gate_heads(out, gate, "silu", norm=self.norm).flatten(1)
 
     def kept(self, states: Mapping[StateKey, ops.StateSpec]) -> dict[StateKey, ops.StateSpec]:
         """What the recurrence keeps of a sequence: the keys of each group of heads once. states: what the own code keeps"""
         key = StateKey(self.number, 1)
         found = states[key]
-        tail = tuple(row._replace(shape=(self.key_heads, self.key_dim)) if row.name == "k" else row for row in found.tail)
+        tail = tuple(
+            row._replace(shape=(self.heads.keys, self.heads.key_dim)) if row.name == "k" else row for row in found.tail
+        )
         return {key: replace(found, tail=tail)}
 
 
@@ -148,12 +148,9 @@ def build_mixer(layer: Any, call: MixerCall) -> tuple[DeltaMixer | OwnMixer, Fus
         raise NotReplacedError("its mixer keeps a state that fa_serve has not taken over")
     mixer = DeltaMixer(
         number=patched.number,
-        heads=module.num_v_heads,
-        head_dim=module.head_v_dim,
-        key_heads=module.num_k_heads,
-        key_dim=module.head_k_dim,
+        heads=ops.DeltaHeads(module.num_k_heads, module.head_k_dim, module.num_v_heads, module.head_v_dim),
         inputs=merge_products(module, *names),
-        order=None if names is IN_PROJECTIONS[0] else _order(module),
+        grouped=names is not IN_PROJECTIONS[0],
         weight=module.conv1d.weight.detach().squeeze(1),
         bias=None if module.conv1d.bias is None else module.conv1d.bias.detach(),
         activation=module.activation,
@@ -162,18 +159,6 @@ def build_mixer(layer: Any, call: MixerCall) -> tuple[DeltaMixer | OwnMixer, Fus
         dt_bias=module.dt_bias.detach(),
     )
     return mixer, product_of(module.out_proj)
-
-
-def _order(module: Any) -> Tensor:
-    """The columns of queries, keys, values, gate, b and a, in this order, in projections that group them by key head."""
-    group = module.num_v_heads // module.num_k_heads
-    values = group * module.head_v_dim
-    parts = (module.head_k_dim, module.head_k_dim, values, values)
-    device = module.conv1d.weight.device
-    first = torch.arange(module.num_k_heads * sum(parts), device=device).view(module.num_k_heads, -1)
-    second = first.numel() + torch.arange(2 * module.num_v_heads, device=device).view(module.num_k_heads, -1)
-    columns = [*torch.split_with_sizes(first, parts, 1), *torch.chunk(second, 2, 1)]
-    return torch.cat([each.flatten() for each in columns])
 
 
 def find_mixer(layer: nn.Module) -> str | None:
