@@ -59,7 +59,8 @@ def test_the_shorter_the_inputs_the_more_of_them_a_graph_takes(tmp_path) -> None
     texts = [" ".join(["a"] * (10 + index % 17)) for index in range(100)]
     longer = [*texts[1:], " ".join(["a"] * 65)]
     plain = Encoder(EngineConfig(model=path, device="cpu", dtype="float32"))
-    wanted, wanted_longer = plain.encode(texts), plain.encode(longer)
+    wanted = plain.encode(texts)
+    wanted_longer = plain.encode(longer)
     captured: list[int] = []
     encoder = load(path, captured, max_tokens=512)
     for _ in range(2):

@@ -73,11 +73,13 @@ def test_rotary_store_kv(
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
 def test_heads_without_a_cache_only_rotate(dtype: torch.dtype) -> None:
     """As an encoder's queries and keys, behind which its values lie: a cache of no heads gets nothing."""
-    total, heads, dim = 5, 6, 32
+    total = 5
+    heads = 6
+    dim = 32
     qkv = randn(total, 3 * heads // 2 * dim, dtype=dtype)
     before = qkv.clone()
     angles = randn(total, dim // 2, dtype=torch.float32, seed=3)
-    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    cos, sin = (x.to(dtype) for x in (angles.cos(), angles.sin()))
     nowhere = torch.empty(1, 1, 0, dim, dtype=dtype)
     both = qkv[:, : heads * dim]
     exact = both.double()
