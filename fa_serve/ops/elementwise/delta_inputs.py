@@ -2,7 +2,7 @@
 
 A group has the columns of one key head: its query, its key, then the values and the output's gates of its heads. Behind all
 groups come b and a, grouped as well. The kernel copies queries, keys, values and gates to the order in which they are used, and
-computes the gates of the delta rule as `gates.py` does. On Hopper and later GPUs it is launched programmatically, see
+computes the gates of the delta rule. On Hopper and later GPUs it is launched programmatically, see
 `primitives.wait_for_previous_kernel`.
 """
 
@@ -17,8 +17,7 @@ from fa_serve import spec
 from fa_serve.backends.triton.primitives import wait_for_previous_kernel
 from fa_serve.launching.launch import Launch, launch_options, power_of_2, with_unit_stride
 from fa_serve.launching.plans import PLANS
-from fa_serve.ops.elementwise.activation import sigmoid
-from fa_serve.ops.linear_attention.primitives import time_step
+from fa_serve.ops.elementwise.gates import delta_rule_gates
 from fa_serve.ops.ops_backend import DeltaHeads
 
 
@@ -69,18 +68,15 @@ def _ungroup_delta_inputs(
     heads = tl.arange(0, BLOCK_SHARE)
     own = heads < SHARE
     number = group * SHARE + heads
-    b_ptr = row_ptr + COLUMNS + group * (2 * SHARE) + heads
-    b = tl.load(b_ptr, mask=own, other=0.0).to(tl.float32)
-    a = tl.load(b_ptr + SHARE, mask=own, other=0.0)
-    rate = tl.exp(tl.load(a_log_ptr + number, mask=own, other=0.0).to(tl.float32))
-    bias = tl.load(bias_ptr + number, mask=own, other=0.0).to(tl.float32)
+    b_ptrs = row_ptr + COLUMNS + group * (2 * SHARE) + heads
+    g, beta = delta_rule_gates(b_ptrs + SHARE, b_ptrs, a_log_ptr, bias_ptr, number, own)
 
     tl.store(out_row + group * KEY_DIM + part * KEYS + cols, queries, mask=cols < KEY_DIM)
     values_out = (2 * KEYS + is_gate * (KEY_HEADS * VALUES) + group * VALUES + head * DIM)[:, None] + dims
     tl.store(out_row + values_out, both, mask=keep)
     place = token * (KEY_HEADS * SHARE) + number
-    tl.store(gates_ptr + place, -rate * time_step(a, bias, 0.0, float("inf"), True), mask=own)
-    tl.store(gates_ptr + total.to(tl.int64) * (KEY_HEADS * SHARE) + place, sigmoid(b), mask=own)
+    tl.store(gates_ptr + place, g, mask=own)
+    tl.store(gates_ptr + total.to(tl.int64) * (KEY_HEADS * SHARE) + place, beta, mask=own)
 
 
 def launch_ungroup_delta_inputs(

@@ -102,6 +102,16 @@ def plan_gate_heads(x: Tensor, gate: Tensor, activation: GateActivation, eps: fl
     )
 
 
+@triton.jit
+def delta_rule_gates(a_ptr, b_ptr, a_log_ptr, bias_ptr, head, keep):
+    """(g, beta) of heads `head`, float32. a_ptr, b_ptr: pointers to the numbers of these heads"""
+    a = tl.load(a_ptr, mask=keep, other=0.0)
+    b = tl.load(b_ptr, mask=keep, other=0.0).to(tl.float32)
+    rate = tl.exp(tl.load(a_log_ptr + head, mask=keep, other=0.0).to(tl.float32))
+    bias = tl.load(bias_ptr + head, mask=keep, other=0.0).to(tl.float32)
+    return -rate * time_step(a, bias, 0.0, float("inf"), True), sigmoid(b)
+
+
 @triton.jit(do_not_specialize=["total"])
 def _delta_gates(
     a_ptr,
@@ -123,12 +133,10 @@ def _delta_gates(
     keep = place < count
     row = place // HEADS
     head = place % HEADS
-    a = tl.load(a_ptr + row * stride_a + head, mask=keep, other=0.0)
-    b = tl.load(b_ptr + row * stride_b + head, mask=keep, other=0.0).to(tl.float32)
-    rate = tl.exp(tl.load(a_log_ptr + head, mask=keep, other=0.0).to(tl.float32))
-    bias = tl.load(bias_ptr + head, mask=keep, other=0.0).to(tl.float32)
-    tl.store(out_ptr + place, -rate * time_step(a, bias, 0.0, float("inf"), True), mask=keep)
-    tl.store(out_ptr + count + place, sigmoid(b), mask=keep)
+    a_ptrs = a_ptr + row * stride_a + head
+    g, beta = delta_rule_gates(a_ptrs, b_ptr + row * stride_b + head, a_log_ptr, bias_ptr, head, keep)
+    tl.store(out_ptr + place, g, mask=keep)
+    tl.store(out_ptr + count + place, beta, mask=keep)
 
 
 def launch_delta_gates(a: Tensor, b: Tensor, a_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
