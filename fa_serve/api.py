@@ -33,8 +33,8 @@ Conventions shared by all:
   from this row. PyTorch's operators and the reference hide all keys only if all numbers are -inf: for a row of the lowest
   finite numbers they return the mean of the values, as eager attention does.
 - `sinks` (num_heads,): one more logit per head in the denominator of the softmax, without a value.
-- `lse`: float32, the natural logarithm of the softmax denominator including the sink (float64 from the reference for float64
-  input). A row that sees no key returns 0, and its lse is -inf (with sinks, its lse is the sink).
+- `lse`: float32 (float64 for float64 input), the natural logarithm of the softmax denominator including the sink. A row that
+  sees no key returns 0, and its lse is -inf (with sinks, its lse is the sink).
 - Packed rows from cu_seqlens_q[-1] on belong to no sequence. With every backend their out is 0, their lse is -inf (even with
   sinks) and their gradients are 0; the gradients of keys from cu_seqlens_k[-1] on are 0, too. Their contents do not matter.
 - The host never reads index tensors on a GPU (`cu_seqlens_*`, `seqused_k`, `block_table`, ...) unless FA_SERVE_CHECK=1 asks for
@@ -135,16 +135,17 @@ def attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention over a dense batch.
 
-    q:    (batch, seqlen_q, num_heads, head_dim), float16, bfloat16, float32 (float64 on the reference)
+    q:    (batch, seqlen_q, num_heads, head_dim), float16, bfloat16 or float32; float64 in `sdpa` and the reference
     k:    (batch, seqlen_k, num_kv_heads, head_dim); num_heads is a multiple of num_kv_heads (GQA, MQA)
     v:    (batch, seqlen_k, num_kv_heads, head_dim_v)
-    mask: broadcastable to (batch, num_heads, seqlen_q, seqlen_k); bool keeps where True, float is added to the scores
-          after softcap. It applies in addition to `causal` and `window_size` (see above for rows of very low numbers)
+    mask: four dimensions, each 1 or that of (batch, num_heads, seqlen_q, seqlen_k); bool keeps where True, numbers of any
+          floating dtype are added to the scores after softcap. It applies in addition to `causal` and `window_size` (see
+          above for rows of very low numbers)
     causal: the last query sees up to the last key, each query before it one key fewer
     softmax_scale: factor of the scores; None is head_dim ** -0.5
     window_size: how many keys (before, after) its own position a query sees; -1 is no limit
     softcap: replaces each score by softcap * tanh(score / softcap); 0.0 is off
-    attention_chunk: cuts the keys into chunks of this length; a query sees only its own chunk (Llama 4); 0 is off
+    attention_chunk: cuts the keys into chunks of this length; a causal query sees only its own chunk (Llama 4); 0 is off
     alibi_slopes: (num_heads,) or (batch, num_heads), float32; -slope * distance is added to the scores
     sinks: (num_heads,); one more logit in the denominator of each head, without a value
     block_mask: key blocks of each query block (see above); it cannot be combined with `mask`
@@ -219,7 +220,7 @@ def attention_varlen(
     softmax_scale: factor of the scores; None is head_dim ** -0.5
     window_size: how many keys (before, after) its own position a query sees; -1 is no limit
     softcap: replaces each score by softcap * tanh(score / softcap); 0.0 is off
-    attention_chunk: cuts the keys into chunks of this length; a query sees only its own chunk (Llama 4); 0 is off
+    attention_chunk: cuts the keys into chunks of this length; a causal query sees only its own chunk (Llama 4); 0 is off
     alibi_slopes: (num_heads,) or (batch, num_heads), float32; -slope * distance is added to the scores
     sinks: (num_heads,); one more logit in the denominator of each head, without a value
     block_mask:   see above; blocks are counted from the beginning of each sequence
@@ -228,7 +229,7 @@ def attention_varlen(
     return_lse: return (out, lse)
     backend: "auto", or the name of the only backend that may serve the call
     out:          (total_q, num_heads, head_dim_v), written in place and returned
-    Returns out (total_q, num_heads, head_dim_v), or (out, lse) with lse (num_heads, total_q).
+    Returns out (total_q, num_heads, head_dim_v), or (out, lse) with lse (num_heads, total_q). Raises as `attention` does.
     """
     try:
         options = CallOptions(
@@ -297,10 +298,11 @@ def attention_paged(
     num_splits:   0: a heuristic chooses; 1: no split; n > 1: up to n parts of each sequence's keys; -1: groups of keys at fixed
                   positions, folded in order, so that the bits of a query's output depend only on its keys
     block_mask:   see above; blocks count from a sequence's first query in this call and its first key, whatever the page size
-    causal, softmax_scale, window_size, softcap, attention_chunk, alibi_slopes, sinks, precision, return_lse, backend: as in
-                  `attention`
+    causal:       as in `attention`, but True by default
+    softmax_scale, window_size, softcap, attention_chunk, alibi_slopes, sinks, precision, return_lse, backend: as in `attention`
     out:          (total_q, num_heads, head_dim_v), written in place and returned
-    Returns out (total_q, num_heads, head_dim_v), or (out, lse) with lse (num_heads, total_q).
+    Returns out (total_q, num_heads, head_dim_v), or (out, lse) with lse (num_heads, total_q). Raises as `attention` does.
+    Only the reference has gradients through a cache; the other backends refuse a call that needs them.
     """
     try:
         options = CallOptions(
@@ -354,7 +356,7 @@ def store_kv(
     k_descale, v_descale: (num_kv_heads,), float32; only for float8 caches
     backend:      "auto", or the name of a backend
 
-    The caches may be two parts of one tensor, such as cache[..., :512] and cache[..., 512:].
+    The caches may be two parts of one tensor, such as cache[..., :512] and cache[..., 512:]. Raises as `attention` does.
     """
     try:
         tensors = StoreTensors(

@@ -116,10 +116,12 @@ def check_alibi(alibi_slopes: Tensor | None, q: Tensor, batch: int) -> None:
 
 
 def check_mask(mask: Tensor, q: Tensor, k: Tensor) -> None:
-    """A mask of a dense call is broadcastable to (batch, num_heads, seqlen_q, seqlen_k), and bool or floating point."""
+    """A mask of a dense call has four dimensions, each 1 or that of the scores, and is bool or floating point."""
     full = (q.shape[0], q.shape[2], q.shape[1], k.shape[1])
     if mask.dim() != 4 or any(m not in (1, n) for m, n in zip(mask.shape, full, strict=True)):
-        raise ValueError(f"mask must be broadcastable to (batch, num_heads, seqlen_q, seqlen_k) = {full}, got {_shown(mask)}")
+        rule = f"have four dimensions, each 1 or that of (batch, num_heads, seqlen_q, seqlen_k) = {full}"
+        hint = ": pass mask[None, None]" if mask.shape == full[2:] else ""
+        raise ValueError(f"mask must {rule}, got {_shown(mask)}{hint}")
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise TypeError(
             "mask must be bool, where True lets a query see a key, or floating point, which is added to the scores, "

@@ -40,7 +40,7 @@ BAD: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any], type[Ex
     "softcap": (*DENSE, {"softcap": -1.0}, ValueError, "softcap must be .* >= 0 .*got -1.0"),
     "scale": (*DENSE, {"softmax_scale": 0.0}, ValueError, "softmax_scale must be finite and > 0, got 0.0"),
     "sinks": (*DENSE, {"sinks": torch.zeros(3)}, ValueError, r"sinks must be \(4,\).*got float32 \(3,\)"),
-    "mask-shape": (*DENSE, {"mask": torch.ones(2, 1, 1, 6) > 0}, ValueError, r"broadcastable .*\(2, 1, 1, 6\)"),
+    "mask-shape": (*DENSE, {"mask": torch.ones(2, 1, 1, 6) > 0}, ValueError, r"each 1 or that of .*got bool \(2, 1, 1, 6\)$"),
     "mask-dtype": (
         *DENSE,
         {"mask": torch.ones(2, 1, 1, 7).int()},
@@ -119,7 +119,13 @@ BAD: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any], type[Ex
     "softcap-infinite": (*DENSE, {"softcap": math.inf}, ValueError, "softcap must be finite .* got inf"),
     "scale-nan": (*DENSE, {"softmax_scale": math.nan}, ValueError, "softmax_scale must be finite and > 0, got nan"),
     "sinks-device": (*DENSE, {"sinks": torch.zeros(4, device="meta")}, ValueError, "sinks must be .* on cpu.* on meta"),
-    "mask-rank": (*DENSE, {"mask": torch.ones(5, 7) > 0}, ValueError, r"broadcastable .*\(2, 4, 5, 7\), got bool \(5, 7\)"),
+    "mask-rank": (
+        *DENSE,
+        {"mask": torch.ones(5, 7) > 0},
+        ValueError,
+        r"mask must have four dimensions, .*\(2, 4, 5, 7\), got bool \(5, 7\): pass mask\[None, None\]$",
+    ),
+    "mask-per-sequence": (*DENSE, {"mask": torch.ones(2, 5, 7) > 0}, ValueError, r"four dimensions, .*got bool \(2, 5, 7\)$"),
     "mask-device": (*DENSE, {"mask": torch.ones(2, 1, 1, 7, device="meta") > 0}, ValueError, "mask must be on q's device cpu"),
     "out-dtype": (*DENSE, {"out": torch.empty(2, 5, 4, 16).half()}, ValueError, "out must be float32 .*, got float16"),
     "cu-device": (*VARLEN, {"cu_seqlens_k": CU["cu_seqlens_k"].to("meta")}, ValueError, "cu_seqlens_k .* on cpu.* on meta"),
