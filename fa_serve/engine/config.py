@@ -59,7 +59,7 @@ class EngineConfig:
                             rounded too); the last two may change tokens
     gpu_memory_utilization: share of the GPU's memory for weights, activations and KV cache together
     max_num_seqs:           sequences that run at once
-    max_waiting:            requests that may wait in addition to the running ones
+    max_waiting:            sequences that may wait in addition to the running ones; a request with `n` has n
     max_num_batched_tokens: maximum number of tokens in one step, counting chunks of prompts and single tokens together
     target_itl:             longest time between two tokens of a decoding sequence that prompts may cause, in milliseconds.
                             0 sets no limit, which gives the most tokens per second. None is the measured time of 4 decoding

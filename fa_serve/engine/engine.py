@@ -142,7 +142,7 @@ class Engine:
         images:  images of a prompt of token ids, which has an image token for each of their embeddings (fa_serve.engine.images)
 
         Raises ParameterError for a prompt that is empty, too long or outside the vocabulary, for an id that is in use, and for
-        a structured output that cannot be compiled. Raises QueueFullError when max_waiting requests wait already.
+        a structured output that cannot be compiled. Raises QueueFullError for more sequences than there is `room` for.
         """
         if timeout is not None and not timeout > 0:
             raise ParameterError("timeout", "be positive, in seconds", timeout)
@@ -150,7 +150,7 @@ class Engine:
         chosen = self._adapter(adapter)
         requests = self._process(request_id, prompt, params, priority, client, cache_salt, chosen, images)
         if len(requests) > self.room:
-            raise QueueFullError(f"the queue is full: {self.config.max_waiting} requests are already waiting. Try again later")
+            raise QueueFullError(f"the queue is full: room for {self.room} of {len(requests)} sequences. Try again later")
         self.submit(request_id, params, requests, timeout, matcher)
         return requests[0].prompt
 
@@ -166,7 +166,7 @@ class Engine:
 
     @property
     def room(self) -> int:
-        """How many more requests the queue has room for."""
+        """How many more sequences may run or wait."""
         return max(self.config.max_num_seqs + self.config.max_waiting - len(self._scheduler.sequences), 0)
 
     def abort(self, request_id: str) -> list[RequestOutput]:

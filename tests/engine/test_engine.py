@@ -272,9 +272,11 @@ def test_no_more_than_max_waiting_requests_wait(make_engine) -> None:
     engine = make_engine(max_num_seqs=2, max_waiting=1)
     for name in "abc":
         engine.add_request(name, [1], GREEDY)
-    with pytest.raises(QueueFullError, match="1 requests are already waiting"):
+    with pytest.raises(QueueFullError, match="room for 0 of 1 sequences"):
         engine.add_request("d", [1], GREEDY)
     engine.abort("b")
+    with pytest.raises(QueueFullError, match="room for 1 of 2 sequences"):
+        engine.add_request("d", [1], replace(GREEDY, n=2))
     engine.add_request("d", [1], GREEDY)
 
 

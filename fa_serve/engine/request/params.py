@@ -20,8 +20,8 @@ from fa_serve.spec import ParameterError
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutput:
-    """What the whole answer must be. Exactly one field is given, of at most MAX_STRUCTURED characters. `Engine.add_request`
-    checks its content.
+    """What the whole answer must be. Exactly one field is given, of at most 262,144 characters. `Engine.add_request` checks its
+    content.
 
     json_schema: a JSON schema, as a dict or as text
     json_object: True allows any JSON object
@@ -83,24 +83,25 @@ class SamplingParams:
 
     max_tokens:     maximum number of tokens to generate; None means as many as the model's length leaves room for, and larger
                     values are limited to that too
-    temperature:    below 1e-6 is greedy; 1 samples from the model's own distribution
+    temperature:    from 0 to 100; below 1e-6 is greedy; 1 samples from the model's own distribution
     top_p:          keep the first tokens whose probabilities sum to at least top_p, as few as possible, in (0, 1]
     top_k:          keep the first k tokens; 0 keeps all
-    min_p:          keep tokens that are at least min_p times as likely as the first one; 1 keeps only the first one
-    presence_penalty:  subtracted once from the logit of each token that the answer contains
-    frequency_penalty: subtracted from the logit of a token once for each time that the answer contains it
-    repetition_penalty: divides positive and multiplies negative logits of tokens in the prompt or the answer; 1 is off
-    logit_bias:     token id -> number that is added to the token's logit; at most MAX_IDS entries
-    allowed_token_ids: only these tokens are generated; at most MAX_IDS
-    bad_token_ids:  these tokens are never generated; at most MAX_IDS
+    min_p:          keep tokens that are at least min_p times as likely as the first one, in [0, 1]; 1 keeps only the first one
+    presence_penalty:  subtracted once from the logit of each token that the answer contains; from -2 to 2
+    frequency_penalty: subtracted from the logit of a token once for each time that the answer contains it; from -2 to 2
+    repetition_penalty: divides positive and multiplies negative logits of tokens in the prompt or the answer; above 0, at most
+                    10; 1 is off
+    logit_bias:     token id -> number from -100 to 100 that is added to the token's logit; at most 1,024 entries
+    allowed_token_ids: only these tokens are generated; at most 1,024
+    bad_token_ids:  these tokens are never generated; at most 1,024
     min_tokens:     number of tokens before which no end token is generated and stop strings are ignored
     seed:           the same seed gives the same random numbers, alone or in any batch; None draws a seed
-    stop:           strings that end the text, at most MAX_STOP; they may span tokens and are not part of the text
-    stop_token_ids: tokens that end the text, in addition to the model's end-of-sequence tokens; at most MAX_IDS
+    stop:           strings that end the text, at most 16; they may span tokens and are not part of the text
+    stop_token_ids: tokens that end the text, in addition to the model's end-of-sequence tokens; at most 1,024
     ignore_eos:     generate past the model's end-of-sequence tokens (for benchmarks)
     skip_special_tokens: leave the tokenizer's special tokens out of the text
     detokenize:     False returns tokens without their text, which saves the host's time; stop strings need the text
-    logprobs:       report the log-probability of each token, and those of this many most likely tokens
+    logprobs:       report the log-probability of each token, and those of this many most likely tokens, at most 20
     prompt_logprobs: report the same for each token of the prompt except the first one
     structured:     what the whole answer must be, for example JSON of a schema
     speculative:    use speculative decoding if the engine is set up for it (`EngineConfig.speculative`); the answer is the same
