@@ -36,6 +36,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette import types as asgi
 from starlette.exceptions import HTTPException
+from starlette.routing import Match
 
 from fa_serve.sandbox.trials import Cancelled, TrialProcessError
 from fa_serve.spec import ParameterCode, ParameterError
@@ -216,19 +217,28 @@ def response_to(error: Exception, scope: asgi.Scope) -> JSONResponse:
         case RequestValidationError():
             return validation_refused(error.errors()).response(scope)
         case HTTPException():
-            message = _no_route(scope, error) if error.status_code in (404, 405) else str(error.detail)
+            methods = _methods_of_path(scope) if error.status_code == 405 else ""
+            message = _no_route(scope, methods) if error.status_code in (404, 405) else str(error.detail)
             response = HttpError(error.status_code, message).response(scope)
             response.headers.update(error.headers or {})
+            if methods:
+                response.headers["Allow"] = methods
             return response
     return ApiError(INTERNAL_ERROR).response(scope)
 
 
-def _no_route(scope: asgi.Scope, error: HTTPException) -> str:
-    """The message for an unknown route. It suggests another method, or a similar path with or without a prefix such as /v1."""
+def _methods_of_path(scope: asgi.Scope) -> str:
+    """The methods of a path that lacks the one of the request. Starlette names those of the first route only."""
+    matching = (route for route in scope["app"].routes if route.matches(scope)[0] is not Match.NONE)
+    return ", ".join(sorted({method for route in matching for method in getattr(route, "methods", None) or ()}))
+
+
+def _no_route(scope: asgi.Scope, methods: str) -> str:
+    """The message for an unknown route. It names the methods of the path, or a similar path with or without /v1."""
     path = scope["path"]
     message = f"There is no route {scope['method']} {path}."
-    if error.headers and "Allow" in error.headers:
-        return f"{message} This path takes {error.headers['Allow']}."
+    if methods:
+        return f"{message} This path takes {methods}."
     routes = (getattr(route, "path", "") for route in scope["app"].routes)
     known = [each for each in routes if len(path) >= MIN_PATH <= len(each) and (path in each or each in path)]
     nearest = min(known, key=lambda each: abs(len(each) - len(path)), default=None)

@@ -176,6 +176,8 @@ async def test_messages_name_the_fields_of_their_api(serving, path, body, begin)
         ("POST", "/v1/chat/completions/chat/completions", "Did you mean /v1/chat/completions?"),
         ("GET", "/v1/chat/completions", "This path takes POST."),
         ("POST", "/v1/models", "This path takes GET."),
+        ("POST", "/v1/models/name", "This path takes GET."),
+        ("POST", "/health", "This path takes GET, HEAD."),  # two routes, one for each method
         ("GET", "/v1", ""),
         ("GET", "/nothing", ""),
         ("GET", "/" + 4000 * "x", ""),
@@ -186,6 +188,7 @@ async def test_an_unknown_route_has_a_hint(serving, method, path, hint):
         reply = await client.request(method, path)
     assert reply.status_code == (405 if "takes" in hint else 404)
     assert reply.json()["error"]["message"] == f"There is no route {method} {path}. {hint}".strip()
+    assert reply.headers.get("allow") == (hint.removeprefix("This path takes ").rstrip(".") if "takes" in hint else None)
 
 
 async def test_a_hint_inside_of_a_message(serving):
