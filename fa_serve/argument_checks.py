@@ -156,11 +156,12 @@ def check_block_lists(blocks: BlockLists | None, q: Tensor, k: Tensor, batch: in
         if x.dtype != torch.int32 or x.device != q.device or x.dim() != rank or x.shape[:3] != num.shape:
             rule = f"have {name} as int32 with {rank} dimensions on {q.device}, whose first 3 sizes are those of kv_num_blocks"
             raise ParameterError("block_mask", rule, f"{_shown(x)} on {x.device}")
-    heads = (1, k.shape[-2], q.shape[-2])
+    batches = sorted({1, batch})
+    heads = sorted({1, k.shape[-2], q.shape[-2]})
     least = -(-max_seqlen_q // size[0])
-    if num.shape[0] not in (1, batch) or num.shape[1] not in heads or num.shape[2] < least:
-        rule = f"have 1 or {batch} sequences, a number of heads in {heads}, and at least {least} blocks of {size[0]} queries"
-        raise ParameterError("block_mask", rule, tuple(num.shape))
+    if num.shape[0] not in batches or num.shape[1] not in heads or num.shape[2] < least:
+        sizes = f"a number of sequences in {batches}, a number of heads in {heads}, and at least {least} blocks"
+        raise ParameterError("block_mask", f"have lists for {sizes} of {size[0]} queries", tuple(num.shape))
     bits = blocks.partial_bits
     if bits is not None and bits.shape[4:] != (size[0], size[1] // WORD):
         rule = f"have partial_bits whose last sizes are {(size[0], size[1] // WORD)}"

@@ -86,7 +86,8 @@ def exact(model: nn.Module, *, page_size: int = 16, deterministic_backward: bool
     `position_ids`. An autocast around the context has no effect inside it.
 
     Raises UnsupportedModelError for a model that the engine does not run, and for a model whose parameters are not plain
-    tensors on one device. A call raises ParameterError for arguments that a training forward does not have.
+    tensors on one device; ParameterError for a page_size below 1. A call raises ParameterError for arguments that a training
+    forward does not have.
     """
     return ExactForward(model, page_size, deterministic_backward, fusion)
 
@@ -96,6 +97,8 @@ class ExactForward:
 
     def __init__(self, model: nn.Module, page_size: int, deterministic_backward: bool, fusion: bool) -> None:
         check_live(model)
+        if page_size < 1:
+            raise ParameterError("page_size", "be a positive integer", page_size)
         self.model = trained_model(model)
         self.page_size = page_size
         self._deterministic_backward = deterministic_backward
@@ -207,11 +210,13 @@ def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> 
                  the log-probabilities of temperature 1
 
     Returns (...) float32. In `fa_serve.exact` it equals the rollout's in every bit. Raises ParameterError for other shapes,
-    because some of them would broadcast.
+    because some of them would broadcast, and for a temperature below 0.
     """
     if tokens.shape != logits.shape[:-1]:
-        shapes = f"{tuple(tokens.shape)} for logits of {tuple(logits.shape)}"
-        raise ParameterError("tokens", "have the shape of the logits without the vocabulary dimension", shapes)
+        rule = f"have the shape of the logits without the vocabulary dimension, {tuple(logits.shape[:-1])}"
+        raise ParameterError("tokens", rule, tuple(tokens.shape))
+    if not temperature >= 0:
+        raise ParameterError("temperature", "be at least 0", temperature)
     scores = logits.float()
     if temperature != 1.0 and temperature >= GREEDY_TEMPERATURE:
         # to divide by a Python number, a GPU multiplies with its reciprocal; the sampler divides by a tensor

@@ -421,5 +421,17 @@ def test_dropout_is_refused_where_it_would_drop_something() -> None:
 @pytest.mark.parametrize("shape", [(2, 1), (2, 4), (5,)])
 def test_tokens_of_other_shapes_are_refused(shape: tuple[int, ...]) -> None:
     """(2, 1) and (5,) would broadcast to numbers of other tokens."""
-    with pytest.raises(ParameterError, match=r"tokens must have the shape of the logits without the vocabulary dimension, got"):
+    with pytest.raises(ParameterError, match=r"without the vocabulary dimension, \(2, 5\), got \(\d"):
         fa_serve.token_logprobs(torch.zeros(2, 5, 7), torch.zeros(shape, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("temperature", [-1.0, float("nan")])
+def test_a_temperature_that_no_rollout_has_is_refused(temperature: float) -> None:
+    """It is not greedy: the log-probabilities would be those of another distribution, without an error."""
+    with pytest.raises(ParameterError, match="temperature must be at least 0, got"):
+        fa_serve.token_logprobs(torch.zeros(2, 5, 7), torch.zeros((2, 5), dtype=torch.int64), temperature)
+
+
+def test_a_page_without_tokens_is_refused() -> None:
+    with pytest.raises(ParameterError, match="page_size must be a positive integer, got 0"):
+        fa_serve.exact(make_model(), page_size=0)
