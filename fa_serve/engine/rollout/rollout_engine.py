@@ -217,6 +217,9 @@ class RolloutEngine:
         other memory (`load_state_dict(assign=True)`), it is merged again and graphs are captured again. Unfinished answers
         compute their tokens' keys and values again when they go on, unless `keep_pages` is given.
 
+        Weights that were copied before an error count as missing: steps raise EngineAsleepError until they are given again, or
+        until a call without weights says that the parameters are right.
+
         Raises UnsupportedModelError if a parameter has another dtype or device than when this engine was made: the KV cache,
         the kernels and the graphs are made for these.
         """
@@ -286,8 +289,14 @@ class RolloutEngine:
         self._form_of = {name: _form(x) for name, x in self.model.named_parameters()}
 
     def _notice_changes(self) -> None:
-        """Call `update` if torch has noticed changes of the weights since its last call."""
+        """Call `update` if torch has noticed changes of the weights since its last call.
+
+        An engine that sleeps is not updated, because it computes nothing before it is called again. Neither is one whose last
+        update has failed: only its caller can say that the weights are right.
+        """
         self._require_same_forms()
+        if self._engine.is_asleep:
+            return
         if self._has_stepped or self._versions_now() != self._versions:
             self.update()
 

@@ -101,8 +101,8 @@ class Residence:
                 known = known or known_weights(model)
                 whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
                 check_weight(model, known, name, whole.shape)
+                copied.add(name)  # before the copy, which an interrupt may end
                 known[name].copy_(whole)
-                copied.add(name)
         except BaseException:
             self._missing |= copied
             raise
