@@ -73,6 +73,7 @@ from fa_serve.hf.layer_kinds import few_layers
 from fa_serve.hf.live_model import (
     Addresses,
     ModelState,
+    adapter_switches,
     check_live,
     drop_autocast_of_accelerate,
     forwards_with_copies,
@@ -102,6 +103,7 @@ __all__ = [
     "ScaledExperts",
     "StateKey",
     "TwoWayBlock",
+    "adapter_switches",
     "attention_backends",
     "attention_forward",
     "auto_class",

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import fields, is_dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -43,6 +44,8 @@ _DROPOUTS = (
 )
 """Attributes in which layers of transformers keep a dropout probability that they pass to a function."""
 _SETTINGS = ("_attn_implementation_internal", "_experts_implementation_internal")
+_SWITCHES = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
+"""Attributes of peft's layers that determine what their forward adds to that of the layer inside."""
 
 
 def trained_model(model: nn.Module) -> PreTrainedModel:
@@ -202,6 +205,12 @@ class Addresses(NamedTuple):
     @classmethod
     def of(cls, model: nn.Module) -> Addresses:
         return cls([(id(x), x.data_ptr()) for x in _tensors_in(modules_in(model), "_parameters", "_buffers")])
+
+
+def adapter_switches(model: nn.Module) -> list[object]:
+    """What peft's layers compute, apart from their weights: equal until an adapter is chosen, merged, scaled or disabled."""
+    layers = [module for module in modules_in(model) if "_disable_adapters" in vars(module)]
+    return [copy(getattr(layer, name, None)) for layer in layers for name in _SWITCHES]
 
 
 def forwards_with_copies(model: nn.Module) -> list[nn.Module]:

@@ -43,7 +43,7 @@ from fa_serve.engine.request.outputs import RequestOutput
 from fa_serve.engine.request.params import SamplingParams, params_of_each
 from fa_serve.engine.rollout.rollouts import Rollout, RolloutGroup
 from fa_serve.engine.stats import EngineStats
-from fa_serve.hf import ModelState, check_live, drop_autocast_of_accelerate, parameters_in, trained_model
+from fa_serve.hf import ModelState, adapter_switches, check_live, drop_autocast_of_accelerate, parameters_in, trained_model
 from fa_serve.spec import ParameterError, UnsupportedModelError
 
 _FIXED = {
@@ -88,7 +88,7 @@ class RolloutEngine:
             own.restore()
         self._forms = self._forms_now()
         self._form_of = {name: _form(x) for name, x in self.model.named_parameters()}
-        self._versions = self._versions_now()
+        self._seen = self._weights_now()
         self._has_stepped = False
         hook = register_optimizer_step_post_hook(partial(_note_step, weakref.ref(self)))
         weakref.finalize(self, hook.remove)
@@ -145,8 +145,9 @@ class RolloutEngine:
     ) -> list[int]:
         """Queue n answers to each prompt. Returns the numbers of the groups. Nothing is computed yet.
 
-        If an optimizer has stepped, or parameters have been changed in place, and `update` was not called, it is called first,
-        because the keys and values of earlier prompts were computed with other weights. Torch does not report changes of a
+        If an optimizer has stepped, parameters have been changed in place, or adapters of peft have been switched, merged or
+        disabled, and `update` was not called, it is called first, because the keys and values of earlier prompts were computed
+        with other weights. Torch does not report changes of a
         parameter's `data`, so after such a change the caller must call `update`.
 
         params: for all prompts, or one for each; None: the engine's defaults. `logprobs` is the number of the most likely
@@ -228,7 +229,7 @@ class RolloutEngine:
         self._absorb(self._engine.drain())
         with self._lending():
             version = self._engine.update_weights(weights, keep_pages=keep_pages)
-        self._versions = self._versions_now()
+        self._seen = self._weights_now()
         self._has_stepped = False
         return version
 
@@ -264,9 +265,11 @@ class RolloutEngine:
         """Assert that every page is accounted for."""
         self._engine.check_integrity()
 
-    def _versions_now(self) -> list[int]:
-        """How often torch has noticed an in-place change of each parameter. It does not notice steps of fused optimizers."""
-        return [0 if x.is_inference() else x._version for x in self.model.parameters()]
+    def _weights_now(self) -> tuple[list[int], list[object]]:
+        """How often torch has noticed an in-place change of each parameter, which adapters of peft are active, and how. Torch
+        does not notice steps of fused optimizers."""
+        versions = [0 if x.is_inference() else x._version for x in self.model.parameters()]
+        return versions, adapter_switches(self.model)
 
     def _forms_now(self) -> list[_Form]:
         return [_form(x) for x in parameters_in(self.model)]
@@ -289,7 +292,7 @@ class RolloutEngine:
         self._form_of = {name: _form(x) for name, x in self.model.named_parameters()}
 
     def _notice_changes(self) -> None:
-        """Call `update` if torch has noticed changes of the weights since its last call.
+        """Call `update` if torch has noticed changes of the weights since its last call, or if adapters were switched.
 
         An engine that sleeps is not updated, because it computes nothing before it is called again. Neither is one whose last
         update has failed: only its caller can say that the weights are right.
@@ -297,7 +300,7 @@ class RolloutEngine:
         self._require_same_forms()
         if self._engine.is_asleep:
             return
-        if self._has_stepped or self._versions_now() != self._versions:
+        if self._has_stepped or self._weights_now() != self._seen:
             self.update()
 
     def _absorb(self, outputs: list[RequestOutput]) -> None:

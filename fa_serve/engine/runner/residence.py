@@ -8,7 +8,8 @@
 
 A parameter that is changed in place takes effect at once, because merged weights of fused layers share its memory. If a
 parameter has moved to other memory, fused layers and CUDA graphs still read the old memory. Some fused forms hold copies, such
-as a router that multiplies in float32. In both cases `settle` fuses and captures again. Left out: sequences whose keys and
+as a router that multiplies in float32. CUDA graphs replay the adapters of peft that were active when they were captured. In
+these cases `settle` fuses and captures again. Left out: sequences whose keys and
 values were computed with the old weights (scheduler.py), and where new weights come from.
 """
 
@@ -24,7 +25,7 @@ from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.errors import EngineAsleepError
 from fa_serve.engine.images.encoder import ImageEncoder
 from fa_serve.engine.runner.model_runner import ModelRunner
-from fa_serve.hf import Addresses, forwards_with_copies
+from fa_serve.hf import Addresses, adapter_switches, forwards_with_copies
 from fa_serve.hf.surgery.fuse.fusion import unfuse_model
 from fa_serve.hf.surgery.quantised.experts import QuantizedExperts
 from fa_serve.hf.surgery.quantised.linear import QuantizedLinear
@@ -48,6 +49,7 @@ class Residence:
         self._num_ranks = num_ranks
         # None: what was made from the weights has been freed, so it must be made again even if no weight has moved
         self._addresses: Addresses | None = Addresses.of(runner.model)
+        self._switches = adapter_switches(runner.model)
         self._left: list[tuple[str, nn.Parameter, torch.Size]] = []
         self._missing: set[str] = set()  # parameters without values, after `sleep(2)` or a failed update
         self._asleep: set[str] = set()
@@ -117,8 +119,11 @@ class Residence:
         if self._missing:
             return False  # a fused layer is proven with the weights, and zeros prove nothing
         runner = self._runner
-        moved = Addresses.of(runner.model) != self._addresses or bool(forwards_with_copies(runner.model))
+        switches = adapter_switches(runner.model)
+        moved = Addresses.of(runner.model) != self._addresses or switches != self._switches
+        moved = moved or bool(forwards_with_copies(runner.model))
         if moved:
+            self._switches = switches
             runner.refit()
             if isinstance(runner.images, ImageEncoder):
                 runner.images.reader.speed_up()

@@ -43,7 +43,7 @@ def test_after_a_failed_update_nothing_is_computed_with_a_mixture_of_weights() -
     with pytest.raises(OSError, match="the connection was lost"):
         engine.update(broken())
     for _ in range(2):
-        with pytest.raises(EngineAsleepError, match="5 parameters are missing since .* an update that failed"):
+        with pytest.raises(EngineAsleepError, match=r"5 parameters are missing since .* an update that failed"):
             tokens_of(engine)
     engine.update(other.named_parameters())
     assert tokens_of(engine) == greedy(other, PROMPT, 6)
@@ -64,3 +64,43 @@ def test_a_change_during_sleep_is_noticed_after_it() -> None:
     [group] = engine.finished([index])
     assert group.rollouts[0].token_ids == greedy(model, PROMPT, 6) != before
     assert group.rollouts[0].weight_versions == [1] * 6
+
+
+def with_adapters() -> Any:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    wrapped = peft.get_peft_model(make_model(), config)
+    wrapped.add_adapter("other", config)
+    with torch.no_grad():
+        for name, parameter in wrapped.named_parameters():
+            if "lora_" in name:
+                parameter.normal_(std=0.5)
+    return wrapped
+
+
+def scale(model: Any) -> None:
+    for module in model.modules():
+        if hasattr(module, "scale_layer"):
+            module.scale_layer(3.0)
+
+
+@pytest.mark.parametrize(
+    "switch",
+    [
+        lambda model: model.set_adapter("other"),
+        lambda model: model.base_model.disable_adapter_layers(),
+        lambda model: model.merge_adapter(["other"]),
+        scale,
+    ],
+    ids=["chosen", "disabled", "merged", "scaled"],
+)
+def test_another_adapter_has_other_keys_and_values(switch: Any) -> None:
+    """No parameter changes, except when an adapter is merged, and torch does not notice that change of `data`."""
+    model = with_adapters()
+    engine = RolloutEngine(model, **SIZES)
+    before = tokens_of(engine)
+    switch(model)
+    assert tokens_of(engine) == greedy(model.base_model.model, PROMPT, 6) != before
+    assert engine.weight_version == 1
+    tokens_of(engine)
+    assert engine.weight_version == 1, "only a switch is one"
