@@ -82,6 +82,20 @@ def test_routers_and_shared_experts_are_those_of_the_engine(monkeypatch: pytest.
         assert not torch.equal(batch.compute(model), batch.logprobs)
 
 
+def test_the_bias_of_a_router_gets_its_gradient() -> None:
+    """The logits of GPT-OSS's router have one. A detached view of it has the same bits and no gradient."""
+    model = make_model("gpt-oss").train()
+    batch = Batch(model)
+    with fa_serve.exact(model, page_size=4):
+        assert isinstance(vars(model.model.layers[0].mlp.router)["forward"], FusedRouter)
+        logprobs = batch.compute(model)
+    assert torch.equal(logprobs, batch.logprobs)
+    found = gradients(model, logprobs)
+    expected = gradients(model, batch.compute(model, position_ids=batch.positions))
+    for name, gradient in expected.items():
+        assert (found[name] - gradient).norm() < 1e-4 * gradient.norm(), name
+
+
 def test_temperature_and_log_softmax_have_the_same_bits() -> None:
     model = make_model("qwen3").to(torch.bfloat16)
     batch = Batch(model, temperature=0.7)
