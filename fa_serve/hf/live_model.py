@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from transformers import PreTrainedModel
+from transformers.configuration_utils import PreTrainedConfig
 
 from fa_serve import ops
 from fa_serve.spec import UnsupportedModelError
@@ -165,7 +166,8 @@ class ModelState(NamedTuple):
         """The current state of a model."""
         found = modules_in(model)
         modules = [(module, module.training, vars(module).get("forward")) for module in found]
-        configs = {id(config): config for module in found if (config := vars(module).get("config")) is not None}
+        kept = (vars(module).get("config") for module in found)
+        configs = {id(config): config for config in kept if isinstance(config, PreTrainedConfig)}
         settings = [(each, name, vars(each)[name]) for each in configs.values() for name in _SETTINGS if name in vars(each)]
         return cls(model, modules, settings)
 

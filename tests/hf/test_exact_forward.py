@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from every_type import tiny_model
 from hf_families import cached
 from hybrids import BY_NAME
 from padded_rollouts import SIZES, Batch
@@ -19,6 +20,7 @@ import fa_serve
 from fa_serve import ops
 from fa_serve.engine import RolloutEngine, SamplingParams
 from fa_serve.hf import PagedBatch, exact_forward
+from fa_serve.hf.adapter.attention import riding_batch
 from fa_serve.hf.exact_gradients import AttentionWithGradients, TrainedCall
 from fa_serve.hf.surgery.fuse.fusion import fuse_layers
 from fa_serve.hf.surgery.fuse.layer import FusedLayer
@@ -344,6 +346,13 @@ def test_what_a_training_forward_does_not_have_is_refused() -> None:
             model(ids, attention_mask=torch.ones(1, 1, 5, 5))
         with pytest.raises(ParameterError, match=r"(past_key_values|cache) must be None"):
             model(ids, **cached(model, object()))
+        for tokens in (ids[:0], ids[:, :0]):
+            with pytest.raises(
+                ParameterError, match=r"input_ids must have at least one token that is no padding, got .*\(\d, \d\)"
+            ):
+                model(tokens)
+        with pytest.raises(ParameterError, match="input_ids must have at least one token that is no padding"):
+            model(ids, attention_mask=torch.zeros_like(ids))
         for given in ({}, {"input_ids": ids[0]}):
             with pytest.raises(ParameterError, match=r"input_ids must be given with the shape \(batch, tokens\)"):
                 model(**given)
@@ -351,6 +360,8 @@ def test_what_a_training_forward_does_not_have_is_refused() -> None:
         fa_serve.exact(nn.Linear(2, 2))
     with pytest.raises(UnsupportedModelError, match="Qwen3NextForCausalLM keeps states, so it has no exact forward"):
         fa_serve.exact(BY_NAME["qwen3-next"].build())
+    with pytest.raises(UnsupportedModelError, match="DeepseekV32ForCausalLM chooses keys, so it has no exact forward"):
+        fa_serve.exact(tiny_model("deepseek_v32"))
 
 
 def test_rollouts_within_the_context_are_those_outside() -> None:
@@ -432,8 +443,36 @@ def test_dropout_is_refused_where_it_would_drop_something() -> None:
         wrapped.train()(input_ids=ids)
 
 
+@pytest.mark.parametrize("kind", ["stablelm", "nemotron", "kosmos-2.5"])
+def test_models_that_hand_no_arguments_down_or_count_positions_otherwise(kind: str) -> None:
+    """StableLM and Nemotron pass no further arguments on to their layers; Kosmos counts from the padding's id on."""
+    torch.manual_seed(0)
+    model = tiny_model(kind)
+    prompt = [*range(5, 14)]
+    engine = RolloutEngine(model, **SIZES, deterministic=True)
+    [group] = engine.generate([prompt], params=SamplingParams(max_tokens=5, seed=1, ignore_eos=True))
+    [rollout] = group.rollouts
+    ids = torch.tensor([prompt + rollout.token_ids])
+    with fa_serve.exact(model, page_size=4):
+        with pytest.raises(IndexError):
+            model(input_ids=ids + 1000)
+        assert riding_batch() is None, "after a forward that has failed too"
+        logits = model(input_ids=ids).logits
+        assert riding_batch() is None
+    found = fa_serve.token_logprobs(logits[:, 8:-1], ids[:, 9:])
+    assert torch.equal(found[0], torch.tensor(rollout.logprobs))
+    torch.testing.assert_close(logits, model(input_ids=ids, use_cache=False).logits, rtol=1e-3, atol=1e-4)
+
+
 @pytest.mark.parametrize("shape", [(2, 1), (2, 4), (5,)])
 def test_tokens_of_other_shapes_are_refused(shape: tuple[int, ...]) -> None:
     """(2, 1) and (5,) would broadcast to numbers of other tokens."""
     with pytest.raises(ParameterError, match=r"tokens must have the shape of the logits without the vocabulary dimension, got"):
         fa_serve.token_logprobs(torch.zeros(2, 5, 7), torch.zeros(shape, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("temperature", [-0.5, float("nan")])
+def test_temperatures_that_no_rollout_has_are_refused(temperature: float) -> None:
+    """They would have been taken for 1."""
+    with pytest.raises(ParameterError, match="temperature must be at least 0, as in the rollout, got"):
+        fa_serve.token_logprobs(torch.zeros(2, 7), torch.zeros(2, dtype=torch.int64), temperature)

@@ -55,6 +55,14 @@ def test_a_state_is_restored_with_or_without_modes() -> None:
     assert (model.config._attn_implementation, model.lm_head.training) == ("eager", True)
 
 
+def test_a_module_may_keep_something_else_under_the_name_of_a_config() -> None:
+    """The configs of Idefics's layers with cross-attention are numbers."""
+    model = make_model()
+    model.lm_head.config = 1.0
+    ModelState.of(model).restore()
+    assert model.lm_head.config == 1.0
+
+
 def test_the_modules_of_a_model_come_once_and_in_order() -> None:
     model = make_model("qwen3-moe")
     model.again = model.model.layers[0].mlp
