@@ -58,8 +58,8 @@ from fa_serve.hf.live_model import (
     ModelState,
     active_dropout,
     check_live,
-    drop_autocast_of_accelerate,
     trained_model,
+    unwrap_calls,
 )
 from fa_serve.hf.surgery.experts.mixtures import expert_modules, gate_of, take_experts, weights_of
 from fa_serve.hf.surgery.fuse.fusion import fuse_model, unfuse_model
@@ -109,7 +109,7 @@ class ExactForward:
         """Find the state that the model has in the context: implementations of attention and experts, and fused layers."""
         own = ModelState.of(self.model)
         watched = watched_modules(self.model)
-        drop_autocast_of_accelerate(self.model)
+        unwrap_calls(self.model)
         try:
             unfuse_model(self.model)
             self.model.train(False)

@@ -43,7 +43,7 @@ from fa_serve.engine.request.outputs import RequestOutput
 from fa_serve.engine.request.params import SamplingParams, params_of_each
 from fa_serve.engine.rollout.rollouts import Rollout, RolloutGroup
 from fa_serve.engine.stats import EngineStats
-from fa_serve.hf import ModelState, adapter_switches, check_live, drop_autocast_of_accelerate, parameters_in, trained_model
+from fa_serve.hf import ModelState, adapter_switches, check_live, parameters_in, trained_model, unwrap_calls
 from fa_serve.spec import ParameterError, UnsupportedModelError
 
 _FIXED = {
@@ -79,7 +79,7 @@ class RolloutEngine:
                 raise ParameterError(name, rule, getattr(config, name))
         config = replace(config, model=config.model or getattr(self.model.config, "_name_or_path", "") or None)
         own = ModelState.of(self.model)
-        drop_autocast_of_accelerate(self.model)
+        unwrap_calls(self.model)
         try:
             with _plain_numbers(self.model.device):
                 self._engine = Engine(config, model=self.model, tokenizer=tokenizer)

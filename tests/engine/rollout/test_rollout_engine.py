@@ -478,13 +478,3 @@ def test_weights_that_do_not_sleep_may_change_while_the_cache_does() -> None:
     [group] = engine.generate([PROMPT], params=GREEDY)
     [other] = RolloutEngine(model, **SIZES).generate([PROMPT], params=GREEDY)
     assert group.rollouts[0].token_ids == other.rollouts[0].token_ids
-
-
-def test_a_model_that_accelerate_has_prepared_is_run_without_its_autocast() -> None:
-    accelerate = pytest.importorskip("accelerate")
-    [expected] = RolloutEngine(make_model(), **SIZES).generate([PROMPT], params=GREEDY)
-    model = accelerate.Accelerator(mixed_precision="bf16", cpu=True).prepare(make_model())
-    forward = model.forward
-    [group] = RolloutEngine(model, **SIZES).generate([PROMPT], params=GREEDY)
-    assert group.rollouts == expected.rollouts
-    assert model.forward is forward
