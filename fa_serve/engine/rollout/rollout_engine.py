@@ -43,7 +43,7 @@ from fa_serve.engine.request.outputs import RequestOutput
 from fa_serve.engine.request.params import SamplingParams, params_of_each
 from fa_serve.engine.rollout.rollouts import Rollout, RolloutGroup
 from fa_serve.engine.stats import EngineStats
-from fa_serve.hf import ModelState, adapter_switches, check_live, parameters_in, trained_model, unwrap_calls
+from fa_serve.hf import ModelState, adapter_switches, check_live, parameters_in, trained_model, unwrap_calls, vocab_size
 from fa_serve.spec import ParameterError, UnsupportedModelError
 
 _FIXED = {
@@ -221,8 +221,8 @@ class RolloutEngine:
         Weights that were copied before an error count as missing: steps raise EngineAsleepError until they are given again, or
         until a call without weights says that the parameters are right.
 
-        Raises UnsupportedModelError if a parameter has another dtype or device than when this engine was made: the KV cache,
-        the kernels and the graphs are made for these.
+        Raises UnsupportedModelError if a parameter has another dtype or device than when this engine was made, or the
+        vocabulary another size: the KV cache, the kernels and the graphs are made for these.
         """
         check_live(self.model)
         self._require_same_forms()
@@ -275,6 +275,14 @@ class RolloutEngine:
         return [_form(x) for x in parameters_in(self.model)]
 
     def _require_same_forms(self) -> None:
+        """Raise UnsupportedModelError unless dtypes, devices and the vocabulary are those that the engine was made for."""
+        entries = self._engine.vocab_size
+        size = vocab_size(self.model)
+        if size != entries:
+            raise UnsupportedModelError(
+                f"the vocabulary of {type(self.model).__name__} must keep the size that it had when this RolloutEngine was "
+                f"made, but it was {entries} and is now {size}: make a new RolloutEngine, or resize the embeddings back"
+            )
         forms = self._forms_now()
         if forms == self._forms:
             return

@@ -11,6 +11,7 @@ from tiny_models import greedy, make_model
 from torch import Tensor, nn
 
 from fa_serve.engine import EngineAsleepError, RolloutEngine, SamplingParams
+from fa_serve.spec import UnsupportedModelError
 
 SIZES: dict[str, Any] = {"device": "cpu", "num_pages": 64, "page_size": 4, "max_num_seqs": 8, "seed": 0}
 GREEDY = SamplingParams(max_tokens=6, temperature=0.0)
@@ -64,6 +65,23 @@ def test_a_change_during_sleep_is_noticed_after_it() -> None:
     [group] = engine.finished([index])
     assert group.rollouts[0].token_ids == greedy(model, PROMPT, 6) != before
     assert group.rollouts[0].weight_versions == [1] * 6
+
+
+@pytest.mark.parametrize("size", [300, 400])
+def test_another_vocabulary_is_refused_until_it_is_resized_back(size: int) -> None:
+    """A prompt might hold a token without an embedding, or could not hold the new tokens."""
+    model = make_model()
+    engine = RolloutEngine(model, **SIZES)
+    tokens_of(engine)
+    model.resize_token_embeddings(size)
+    told = f"it was 320 and is now {size}: make a new RolloutEngine, or resize the embeddings back"
+    for call in (engine.update, lambda: tokens_of(engine)):
+        with pytest.raises(UnsupportedModelError, match=told):
+            call()
+    assert tokens_of(RolloutEngine(model, **SIZES)) == greedy(model, PROMPT, 6)
+    model.resize_token_embeddings(320)
+    engine.update()
+    assert tokens_of(engine) == greedy(model, PROMPT, 6)
 
 
 def with_adapters() -> Any:
