@@ -31,6 +31,8 @@ from fa_serve.hf.surgery.quantised.experts import QuantizedExperts
 from fa_serve.hf.surgery.quantised.linear import QuantizedLinear
 from fa_serve.spec import ParameterError
 
+_PAIRS = "be pairs of a name and a tensor, such as model.named_parameters() or weights.items()"
+"""The rule that the weights of an update follow."""
 WAKE_UP_TAGS = ("weights", "kv_cache")
 """What `Residence.sleep` frees, under vLLM's names."""
 
@@ -79,9 +81,8 @@ class Residence:
         anything changes. Raises EngineAsleepError if the model's own weights have no memory."""
         if "weights" in self._asleep:
             raise EngineAsleepError('the engine\'s weights are asleep: call wake_up(["weights"]) before update_weights')
-        if isinstance(weights, Mapping):
-            rule = "be pairs of a name and a tensor, such as model.named_parameters() or weights.items()"
-            raise ParameterError("weights", rule, type(weights).__name__)
+        if isinstance(weights, Mapping | Tensor | str) or not isinstance(weights, Iterable):
+            raise ParameterError("weights", _PAIRS, type(weights).__name__)
         rest = iter(weights)
         return chain([*islice(rest, 1)], rest)
 
@@ -98,11 +99,14 @@ class Residence:
         known: dict[str, Tensor] = {}
         copied: set[str] = set()
         try:
-            for name, tensor in weights:
+            for pair in weights:
+                name, tensor = _named(pair)
                 # looked up at the first weight: a trainer that has changed its parameters in place gives none
                 known = known or known_weights(model)
                 whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
                 check_weight(model, known, name, whole.shape)
+                if known[name].is_floating_point() and not whole.is_floating_point():
+                    raise ParameterError("weights", f"have floats for {name}", whole.dtype)
                 copied.add(name)  # before the copy, which an interrupt may end
                 known[name].copy_(whole)
         except BaseException:
@@ -193,6 +197,13 @@ class Residence:
                 parameter.data = parameter.data.to(device)
         self._left = []
         self.settle()
+
+
+def _named(pair: object) -> tuple[str, Tensor]:
+    """A name and its weight. Raises ParameterError for anything else."""
+    if isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[0], str) and isinstance(pair[1], Tensor):
+        return pair[0], pair[1]
+    raise ParameterError("weights", _PAIRS, pair)
 
 
 def known_weights(model: nn.Module) -> dict[str, Tensor]:

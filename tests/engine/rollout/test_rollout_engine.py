@@ -157,6 +157,11 @@ def test_update_copies_weights_by_name() -> None:
     for weights, rule in (
         ([("lm_head.bias", torch.zeros(320))], "names of parameters of LlamaForCausalLM, got 'lm_head.bias'"),
         (other.state_dict(), r"pairs of a name and a tensor, such as model.named_parameters\(\)"),
+        (other.lm_head.weight, "pairs of a name and a tensor, .* got 'Parameter'"),
+        (None, "pairs of a name and a tensor, .* got 'NoneType'"),
+        (["lm_head.weight"], "pairs of a name and a tensor, .* got 'lm_head.weight'"),
+        ([("lm_head.weight", [1, 2])], r"pairs of a name and a tensor, .* got \('lm_head.weight', \[1, 2\]\)"),
+        ([("lm_head.weight", torch.zeros(320, 32, dtype=torch.int64))], "floats for lm_head.weight, got torch.int64"),
         ([("lm_head.weight", torch.zeros(3, 32))], r"shape \(320, 32\) for lm_head.weight, got \(3, 32\)"),
     ):
         with pytest.raises(ParameterError, match=rule):
