@@ -170,10 +170,8 @@ class Engine:
         return max(self.config.max_num_seqs + self.config.max_waiting - len(self._scheduler.sequences), 0)
 
     def abort(self, request_id: str) -> list[RequestOutput]:
-        """End a request. Its pages are free when this returns.
-
-        Returns the last outputs of its answers; none if the request has ended already or never existed.
-        """
+        """End a request. Its pages are free when this returns. Returns the last outputs of its answers; none if the request has
+        ended already or never existed."""
         self._ranks.tell("abort", request_id)
         late = [output for output in self._late if output.request_id == request_id]
         self._late = [output for output in self._late if output.request_id != request_id]  # nothing comes after the end
@@ -224,11 +222,13 @@ class Engine:
         self._ranks.end_step()
 
     def drain(self) -> list[RequestOutput]:
-        """Wait for the steps in flight. Returns what requests gained. Requests stay unfinished, with their tokens and pages."""
+        """Wait for the steps in flight. Returns what requests gained, by interrupted steps too. They keep tokens and pages."""
         outputs: list[RequestOutput] = []
         while self._steps.launched:
             outputs += self._commit()
-        return self._answers.merge(outputs + self._take_outputs())
+        outputs = self._late + self._answers.merge(outputs + self._take_outputs())
+        self._late = []
+        return outputs
 
     def generate(
         self,
@@ -311,7 +311,7 @@ class Engine:
         if keep_pages and self._scheduler.states is not None:
             raise ParameterError("keep_pages", "be False for a model that keeps states as well as keys and values", keep_pages)
         weights = self._residence.begin(weights)
-        self._late += self.drain()
+        self._late = self.drain()
         try:
             self._residence.copy(weights)
         finally:  # after an error too, because some weights may have been copied
@@ -330,7 +330,7 @@ class Engine:
         """
         self._residence.require_one_rank("sleep")
         self._residence.check_level(level)
-        self._late += self.drain()
+        self._late = self.drain()
         self._scheduler.forget_cache()
         self._residence.sleep(level)
 

@@ -73,11 +73,12 @@ from fa_serve.hf.layer_kinds import few_layers
 from fa_serve.hf.live_model import (
     Addresses,
     ModelState,
+    adapter_switches,
     check_live,
-    drop_autocast_of_accelerate,
     forwards_with_copies,
     parameters_in,
     trained_model,
+    unwrap_calls,
 )
 from fa_serve.hf.surgery.divide.plan import plan_division
 from fa_serve.hf.surgery.divide.weights import PartOfSum, divide_model, vocab_size
@@ -102,6 +103,7 @@ __all__ = [
     "ScaledExperts",
     "StateKey",
     "TwoWayBlock",
+    "adapter_switches",
     "attention_backends",
     "attention_forward",
     "auto_class",
@@ -109,7 +111,6 @@ __all__ = [
     "check_live",
     "check_model",
     "divide_model",
-    "drop_autocast_of_accelerate",
     "exact",
     "expert_modules",
     "experts_forward",
@@ -135,6 +136,7 @@ __all__ = [
     "text_model",
     "token_logprobs",
     "trained_model",
+    "unwrap_calls",
     "vocab_size",
 ]
 

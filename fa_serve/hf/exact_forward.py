@@ -35,9 +35,10 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
+from fa_serve.hf.adapter.attention import riding
 from fa_serve.hf.adapter.models import NAME
 from fa_serve.hf.adapter.packed_forwards import unwatch_packs, watched_modules
-from fa_serve.hf.adapter.paged import PagedBatch
+from fa_serve.hf.adapter.paged import PagedBatch, first_position
 from fa_serve.hf.adapter.probe import model_layers
 from fa_serve.hf.adapter.releases import CACHE_NAMES
 from fa_serve.hf.adapter.short_choices import length_limit
@@ -57,8 +58,8 @@ from fa_serve.hf.live_model import (
     ModelState,
     active_dropout,
     check_live,
-    drop_autocast_of_accelerate,
     trained_model,
+    unwrap_calls,
 )
 from fa_serve.hf.surgery.experts.mixtures import expert_modules, gate_of, take_experts, weights_of
 from fa_serve.hf.surgery.fuse.fusion import fuse_model, unfuse_model
@@ -103,25 +104,29 @@ class ExactForward:
         self.page_size = page_size
         self._deterministic_backward = deterministic_backward
         self._fusion = fusion
-        self._entered: list[tuple[ModelState, ExitStack, Any, Addresses]] = []
+        self._entered: list[tuple[ModelState, ExitStack, Addresses]] = []
+        self._forward = ExitStack()  # what is entered while a forward of the model runs
         self._replace()
 
     def _replace(self) -> None:
         """Find the state that the model has in the context: implementations of attention and experts, and fused layers."""
         own = ModelState.of(self.model)
         watched = watched_modules(self.model)
-        drop_autocast_of_accelerate(self.model)
+        unwrap_calls(self.model)
         try:
             unfuse_model(self.model)
             self.model.train(False)
             self.model.set_attn_implementation(NAME)
-            model_layers(self.model)
+            chooses_keys = bool(model_layers(self.model).indexers)
             if find_state_modules(self.model):
                 name = type(self.model).__name__
                 why = "a rollout rounds states differently in prompts and in steps of single tokens"
                 raise UnsupportedModelError(f"{name} keeps states, so it has no exact forward: {why}")
-            if length_limit(self.model) is not None:
-                raise UnsupportedModelError(f"{type(self.model).__name__} chooses keys with code that fa_serve cannot replace")
+            if chooses_keys or length_limit(self.model) is not None:
+                name = type(self.model).__name__
+                raise UnsupportedModelError(
+                    f"{name} chooses keys, so it has no exact forward: fa_serve does not train the choice"
+                )
             if expert_modules(self.model) and not take_experts(self.model):
                 raise UnsupportedModelError(f"{type(self.model).__name__} has experts that fa_serve does not compute")
             for module in expert_modules(self.model):
@@ -142,18 +147,18 @@ class ExactForward:
             self._replace()  # merged weights are no longer the memory of the parameters
         own = ModelState.of(self.model)
         self._state.restore(modes=False)
-        hook = self.model.register_forward_pre_hook(self._prepare, with_kwargs=True)
-        modes = ExitStack()
+        context = ExitStack()
+        context.callback(self.model.register_forward_pre_hook(self._prepare, with_kwargs=True).remove)
+        context.callback(self.model.register_forward_hook(self._finish, always_call=True).remove)
         # as in a rollout, which computes in the dtype of the parameters
-        modes.enter_context(torch.autocast(self.model.device.type, enabled=False))
-        modes.enter_context(DeterministicMode(backward=self._deterministic_backward))
-        self._entered.append((own, modes, hook, self._addresses))
+        context.enter_context(torch.autocast(self.model.device.type, enabled=False))
+        context.enter_context(DeterministicMode(backward=self._deterministic_backward))
+        self._entered.append((own, context, self._addresses))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        own, modes, hook, _ = self._entered.pop()
-        modes.__exit__(kind, error, traceback)
-        hook.remove()
+        own, context, _ = self._entered.pop()
+        context.__exit__(kind, error, traceback)
         own.restore(modes=False)
         if self._entered:
             # the outer context was made for these addresses: if an inner one has found others, the next forward is refused
@@ -191,15 +196,22 @@ class ExactForward:
         if tokens is None or tokens.dim() != 2:
             shape = None if tokens is None else tuple(tokens.shape)
             raise ParameterError("input_ids", "be given with the shape (batch, tokens) in an exact forward", shape)
-        rows = _Rows.of(tokens, kwargs.get("attention_mask"), kwargs.get("position_ids"))
+        rows = _Rows.of(tokens, kwargs.get("attention_mask"), kwargs.get("position_ids"), first_position(self.model))
+        batch = _ExactBatch(rows, self.page_size, self._deterministic_backward, self._state, self._again)
+        # for models whose forward does not pass its arguments on to its layers
+        self._forward.enter_context(riding(batch))
         kwargs |= {
             "position_ids": rows.positions,
             # a mask of 4 dimensions, so that transformers passes it on and builds none
             "attention_mask": torch.empty((1, 1, 0, 0), dtype=torch.bool, device=tokens.device),
             "use_cache": False,
-            "fa_serve_batch": _ExactBatch(rows, self.page_size, self._deterministic_backward, self._state, self._again),
+            "fa_serve_batch": batch,
         }
         return (), kwargs
+
+    def _finish(self, *_: Any) -> None:
+        """A hook behind the model's forward, also one that fails."""
+        self._forward.close()
 
 
 def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> Tensor:
@@ -237,8 +249,11 @@ class _Rows(NamedTuple):
     starts: Tensor
 
     @staticmethod
-    def of(tokens: Tensor, mask: Tensor | None, positions: Tensor | None) -> _Rows:
-        """Read the sequences from a mask of 2 dimensions and from positions, which start again where a sequence does."""
+    def of(tokens: Tensor, mask: Tensor | None, positions: Tensor | None, first_position: int = 0) -> _Rows:
+        """Read the sequences from a mask of 2 dimensions and from positions, which start again where a sequence does.
+
+        first_position: of the first token, where the model counts; with None for positions, they count from it
+        """
         batch, length = tokens.shape
         if mask is not None and (mask.dim() != 2 or mask.shape != tokens.shape):
             shapes = f"{tuple(mask.shape)} for tokens of {tuple(tokens.shape)}"
@@ -247,8 +262,10 @@ class _Rows(NamedTuple):
         counted = (seen.cumsum(1) - 1).clamp(min=0)
         if mask is not None and bool((seen[:, 1:] & ~seen[:, :-1]).sum(1).add(seen[:, 0]).gt(1).any()):
             raise ParameterError("attention_mask", "have its ones next to each other in each row", "a row with a gap")
+        if not bool(seen.any()):
+            raise ParameterError("input_ids", "have at least one token that is no padding", f"a shape of {tuple(tokens.shape)}")
         if positions is None:
-            positions = counted
+            positions = counted + first_position
         positions = positions.expand(batch, length)
         first = seen.clone()
         first[:, 1:] &= ~seen[:, :-1] | (positions[:, 1:] != positions[:, :-1] + 1)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import fields, is_dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from transformers import PreTrainedModel
+from transformers.configuration_utils import PreTrainedConfig
 
 from fa_serve import ops
 from fa_serve.spec import UnsupportedModelError
@@ -43,6 +45,10 @@ _DROPOUTS = (
 )
 """Attributes in which layers of transformers keep a dropout probability that they pass to a function."""
 _SETTINGS = ("_attn_implementation_internal", "_experts_implementation_internal")
+_COMPILED = "_compiled_call_impl"
+"""The attribute in which `Module.compile` keeps what a call runs instead of the forward."""
+_SWITCHES = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
+"""Attributes of peft's layers that determine what their forward adds to that of the layer inside."""
 
 
 def trained_model(model: nn.Module) -> PreTrainedModel:
@@ -115,8 +121,11 @@ def active_dropout(model: nn.Module) -> tuple[str, float] | None:
     return None
 
 
-def drop_autocast_of_accelerate(model: nn.Module) -> None:
-    """Remove the autocast wrapper that `Accelerator.prepare` has put around a model's forward, until `ModelState.restore`."""
+def unwrap_calls(model: nn.Module) -> None:
+    """Remove what runs instead of the forward of modules, until `ModelState.restore`: the autocast wrapper that
+    `Accelerator.prepare` has put around a model's forward, and what `Module.compile` has compiled."""
+    for module in modules_in(model):
+        vars(module).pop(_COMPILED, None)
     before = vars(model).get("_original_forward")
     if getattr(before, "__func__", None) is type(model).forward:
         vars(model).pop("forward", None)
@@ -149,33 +158,35 @@ def _owner(parameter: Tensor) -> str | None:
 class ModelState(NamedTuple):
     """What an engine changes in a model, apart from the places of weights in memory.
 
-    modules:  (module, whether it is in training mode, the forward that replaces its own or None)
+    modules:  (module, whether it is in training mode, the forward that replaces its own or None, its compiled call or None)
     settings: (config, name of an attribute, value)
     """
 
     model: PreTrainedModel
-    modules: list[tuple[nn.Module, bool, Callable[..., Any] | None]]
+    modules: list[tuple[nn.Module, bool, Callable[..., Any] | None, Callable[..., Any] | None]]
     settings: list[tuple[Any, str, Any]]
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> ModelState:
         """The current state of a model."""
         found = modules_in(model)
-        modules = [(module, module.training, vars(module).get("forward")) for module in found]
-        configs = {id(config): config for module in found if (config := vars(module).get("config")) is not None}
+        modules = [(each, each.training, vars(each).get("forward"), vars(each).get(_COMPILED)) for each in found]
+        kept = (vars(module).get("config") for module in found)
+        configs = {id(config): config for config in kept if isinstance(config, PreTrainedConfig)}
         settings = [(each, name, vars(each)[name]) for each in configs.values() for name in _SETTINGS if name in vars(each)]
         return cls(model, modules, settings)
 
     def restore(self, *, modes: bool = True) -> None:
         """Give the model this state again. modes: whether to restore the training mode of modules too"""
-        for module, training, forward in self.modules:
+        for module, training, *calls in self.modules:
             own = vars(module)
             if modes:
                 own["training"] = training
-            if forward is not None:
-                own["forward"] = forward
-            else:
-                own.pop("forward", None)
+            for name, call in zip(("forward", _COMPILED), calls, strict=True):
+                if call is not None:
+                    own[name] = call
+                else:
+                    own.pop(name, None)
         self._set(self.settings)
 
     @contextmanager
@@ -202,6 +213,12 @@ class Addresses(NamedTuple):
     @classmethod
     def of(cls, model: nn.Module) -> Addresses:
         return cls([(id(x), x.data_ptr()) for x in _tensors_in(modules_in(model), "_parameters", "_buffers")])
+
+
+def adapter_switches(model: nn.Module) -> list[object]:
+    """What peft's layers compute, apart from their weights: equal until an adapter is chosen, merged, scaled or disabled."""
+    layers = [module for module in modules_in(model) if "_disable_adapters" in vars(module)]
+    return [copy(getattr(layer, name, None)) for layer in layers for name in _SWITCHES]
 
 
 def forwards_with_copies(model: nn.Module) -> list[nn.Module]:

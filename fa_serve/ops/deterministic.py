@@ -184,9 +184,8 @@ def _log_softmax(x: Tensor, dim: int, half_to_float: bool) -> Any:
     return result if half_to_float else result.to(x.dtype)
 
 
-_POINTWISE = [
-    getattr(aten, name).default for name in ("silu", "gelu", "relu", "tanh", "sigmoid", "exp", "log", "sin", "cos", "rsqrt")
-]
+_NAMES = "silu", "gelu", "relu", "elu", "mish", "softplus", "tanh", "sigmoid", "exp", "exp2", "log", "sin", "cos", "rsqrt"
+_POINTWISE = [getattr(aten, name).default for name in _NAMES]
 _REPLACEMENTS: dict[Any, Callable[..., Any]] = {
     aten.linear.default: lambda x, weight, bias=None: ops.invariant_linear(x, weight, bias),
     aten.matmul.default: _matmul,

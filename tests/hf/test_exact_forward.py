@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from every_type import tiny_model
 from hf_families import cached
 from hybrids import BY_NAME
 from padded_rollouts import SIZES, Batch
@@ -19,6 +20,7 @@ import fa_serve
 from fa_serve import ops
 from fa_serve.engine import RolloutEngine, SamplingParams
 from fa_serve.hf import PagedBatch, exact_forward
+from fa_serve.hf.adapter.attention import riding_batch
 from fa_serve.hf.exact_gradients import AttentionWithGradients, TrainedCall
 from fa_serve.hf.surgery.fuse.fusion import fuse_layers
 from fa_serve.hf.surgery.fuse.layer import FusedLayer
@@ -80,6 +82,20 @@ def test_routers_and_shared_experts_are_those_of_the_engine(monkeypatch: pytest.
     monkeypatch.setattr(exact_forward, "fuse_model", fuse_layers)
     with fa_serve.exact(model, page_size=4):
         assert not torch.equal(batch.compute(model), batch.logprobs)
+
+
+def test_the_bias_of_a_router_gets_its_gradient() -> None:
+    """The logits of GPT-OSS's router have one. A detached view of it has the same bits and no gradient."""
+    model = make_model("gpt-oss").train()
+    batch = Batch(model)
+    with fa_serve.exact(model, page_size=4):
+        assert isinstance(vars(model.model.layers[0].mlp.router)["forward"], FusedRouter)
+        logprobs = batch.compute(model)
+    assert torch.equal(logprobs, batch.logprobs)
+    found = gradients(model, logprobs)
+    expected = gradients(model, batch.compute(model, position_ids=batch.positions))
+    for name, gradient in expected.items():
+        assert (found[name] - gradient).norm() < 1e-4 * gradient.norm(), name
 
 
 def test_temperature_and_log_softmax_have_the_same_bits() -> None:
@@ -330,6 +346,13 @@ def test_what_a_training_forward_does_not_have_is_refused() -> None:
             model(ids, attention_mask=torch.ones(1, 1, 5, 5))
         with pytest.raises(ParameterError, match=r"(past_key_values|cache) must be None"):
             model(ids, **cached(model, object()))
+        for tokens in (ids[:0], ids[:, :0]):
+            with pytest.raises(
+                ParameterError, match=r"input_ids must have at least one token that is no padding, got .*\(\d, \d\)"
+            ):
+                model(tokens)
+        with pytest.raises(ParameterError, match="input_ids must have at least one token that is no padding"):
+            model(ids, attention_mask=torch.zeros_like(ids))
         for given in ({}, {"input_ids": ids[0]}):
             with pytest.raises(ParameterError, match=r"input_ids must be given with the shape \(batch, tokens\)"):
                 model(**given)
@@ -337,6 +360,8 @@ def test_what_a_training_forward_does_not_have_is_refused() -> None:
         fa_serve.exact(nn.Linear(2, 2))
     with pytest.raises(UnsupportedModelError, match="Qwen3NextForCausalLM keeps states, so it has no exact forward"):
         fa_serve.exact(BY_NAME["qwen3-next"].build())
+    with pytest.raises(UnsupportedModelError, match="DeepseekV32ForCausalLM chooses keys, so it has no exact forward"):
+        fa_serve.exact(tiny_model("deepseek_v32"))
 
 
 def test_rollouts_within_the_context_are_those_outside() -> None:
@@ -416,6 +441,27 @@ def test_dropout_is_refused_where_it_would_drop_something() -> None:
     wrapped = peft.get_peft_model(make_model(), peft.LoraConfig(r=4, target_modules=["q_proj"], lora_dropout=0.5))
     with fa_serve.exact(wrapped), pytest.raises(ParameterError, match=r"dropout must be 0 in .*lora_dropout.*, got 0.5"):
         wrapped.train()(input_ids=ids)
+
+
+@pytest.mark.parametrize("kind", ["stablelm", "nemotron", "kosmos-2.5"])
+def test_models_that_hand_no_arguments_down_or_count_positions_otherwise(kind: str) -> None:
+    """StableLM and Nemotron pass no further arguments on to their layers; Kosmos counts from the padding's id on."""
+    torch.manual_seed(0)
+    model = tiny_model(kind)
+    prompt = [*range(5, 14)]
+    engine = RolloutEngine(model, **SIZES, deterministic=True)
+    [group] = engine.generate([prompt], params=SamplingParams(max_tokens=5, seed=1, ignore_eos=True))
+    [rollout] = group.rollouts
+    ids = torch.tensor([prompt + rollout.token_ids])
+    with fa_serve.exact(model, page_size=4):
+        with pytest.raises(IndexError):
+            model(input_ids=ids + 1000)
+        assert riding_batch() is None, "after a forward that has failed too"
+        logits = model(input_ids=ids).logits
+        assert riding_batch() is None
+    found = fa_serve.token_logprobs(logits[:, 8:-1], ids[:, 9:])
+    assert torch.equal(found[0], torch.tensor(rollout.logprobs))
+    torch.testing.assert_close(logits, model(input_ids=ids, use_cache=False).logits, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("shape", [(2, 1), (2, 4), (5,)])

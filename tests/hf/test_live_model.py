@@ -15,9 +15,9 @@ from fa_serve.hf import (
     Addresses,
     ModelState,
     check_live,
-    drop_autocast_of_accelerate,
     forwards_with_copies,
     trained_model,
+    unwrap_calls,
 )
 from fa_serve.hf.live_model import modules_in
 from fa_serve.hf.surgery.fuse.fusion import fuse_model
@@ -53,6 +53,27 @@ def test_a_state_is_restored_with_or_without_modes() -> None:
     disturb()
     own.restore(modes=False)
     assert (model.config._attn_implementation, model.lm_head.training) == ("eager", True)
+
+
+def test_compiled_calls_are_taken_away_and_given_back() -> None:
+    model = make_model()
+    own = ModelState.of(model)
+    model.lm_head.compile(backend="eager")
+    compiled = ModelState.of(model)
+    unwrap_calls(model)
+    assert model.lm_head._compiled_call_impl is None
+    compiled.restore()
+    assert callable(model.lm_head._compiled_call_impl)
+    own.restore()
+    assert model.lm_head._compiled_call_impl is None
+
+
+def test_a_module_may_keep_something_else_under_the_name_of_a_config() -> None:
+    """The configs of Idefics's layers with cross-attention are numbers."""
+    model = make_model()
+    model.lm_head.config = 1.0
+    ModelState.of(model).restore()
+    assert model.lm_head.config == 1.0
 
 
 def test_the_modules_of_a_model_come_once_and_in_order() -> None:
@@ -107,14 +128,14 @@ def test_a_router_in_float32_of_a_narrow_model_follows_a_step() -> None:
     sizes = {"device": "cpu", "num_pages": 16, "page_size": 4, "max_num_seqs": 2}
     engine = RolloutEngine(model, **sizes)
     router = model.model.layers[0].mlp.gate
-    [forward] = [forward for module, _, forward in engine._lent.modules if module is router]
+    [forward] = [forward for module, _, forward, _ in engine._lent.modules if module is router]
     assert isinstance(forward, FusedRouter)
     copied = FusedRouter(forward.original, forward.weight.float(), None, None, forward.router, forward.dtype, forward.order)
-    engine._lent.modules[:] = [(m, t, copied if m is router else f) for m, t, f in engine._lent.modules]
+    engine._lent.modules[:] = [(m, t, copied if m is router else f, c) for m, t, f, c in engine._lent.modules]
     with torch.no_grad():
         router.weight.neg_()
     engine.update()
-    [forward] = [forward for module, _, forward in engine._lent.modules if module is router]
+    [forward] = [forward for module, _, forward, _ in engine._lent.modules if module is router]
     assert torch.equal(forward.weight.float(), router.weight.float())
 
 
@@ -123,10 +144,10 @@ def test_the_autocast_of_accelerate_is_dropped_until_the_state_is_restored() -> 
     model = accelerate.Accelerator(mixed_precision="bf16", cpu=True).prepare(make_model())
     wrapped = vars(model)["forward"]
     own = ModelState.of(model)
-    drop_autocast_of_accelerate(model)
+    unwrap_calls(model)
     assert "forward" not in vars(model)
     own.restore()
     assert vars(model)["forward"] is wrapped
     model._original_forward = model.lm_head.forward  # of somebody who had replaced it before
-    drop_autocast_of_accelerate(model)
+    unwrap_calls(model)
     assert model.forward == model.lm_head.forward

@@ -63,6 +63,19 @@ def test_rows_of_the_operators_do_not_know_each_other() -> None:
         torch.testing.assert_close(whole, expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("width", [5, 64])
+def test_rows_of_functions_do_not_know_each_other(width: int) -> None:
+    """Laguna's gates have a number for each head, too few for a vector register."""
+    x = torch.randn(33, width)
+    functional = torch.nn.functional
+    for function in (functional.softplus, functional.elu, functional.mish, functional.silu, torch.exp2, torch.sigmoid):
+        with torch.inference_mode(), DeterministicMode():
+            whole = function(x)
+            for rows in (slice(0, 1), slice(3, 7), slice(32, 33)):
+                assert torch.equal(function(x[rows]), whole[rows]), function
+        torch.testing.assert_close(whole, function(x))
+
+
 def test_what_has_no_invariant_form_is_refused() -> None:
     with torch.inference_mode(), DeterministicMode(), pytest.raises(UnsupportedModelError, match="deterministic must be False"):
         torch.bmm(torch.ones(2, 3, 4), torch.ones(2, 4, 5))

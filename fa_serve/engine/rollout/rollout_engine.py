@@ -43,7 +43,7 @@ from fa_serve.engine.request.outputs import RequestOutput
 from fa_serve.engine.request.params import SamplingParams, params_of_each
 from fa_serve.engine.rollout.rollouts import Rollout, RolloutGroup
 from fa_serve.engine.stats import EngineStats
-from fa_serve.hf import ModelState, check_live, drop_autocast_of_accelerate, parameters_in, trained_model
+from fa_serve.hf import ModelState, adapter_switches, check_live, parameters_in, trained_model, unwrap_calls, vocab_size
 from fa_serve.spec import ParameterError, UnsupportedModelError
 
 _FIXED = {
@@ -79,7 +79,7 @@ class RolloutEngine:
                 raise ParameterError(name, rule, getattr(config, name))
         config = replace(config, model=config.model or getattr(self.model.config, "_name_or_path", "") or None)
         own = ModelState.of(self.model)
-        drop_autocast_of_accelerate(self.model)
+        unwrap_calls(self.model)
         try:
             with _plain_numbers(self.model.device):
                 self._engine = Engine(config, model=self.model, tokenizer=tokenizer)
@@ -88,7 +88,7 @@ class RolloutEngine:
             own.restore()
         self._forms = self._forms_now()
         self._form_of = {name: _form(x) for name, x in self.model.named_parameters()}
-        self._versions = self._versions_now()
+        self._seen = self._weights_now()
         self._has_stepped = False
         hook = register_optimizer_step_post_hook(partial(_note_step, weakref.ref(self)))
         weakref.finalize(self, hook.remove)
@@ -145,8 +145,9 @@ class RolloutEngine:
     ) -> list[int]:
         """Queue n answers to each prompt. Returns the numbers of the groups. Nothing is computed yet.
 
-        If an optimizer has stepped, or parameters have been changed in place, and `update` was not called, it is called first,
-        because the keys and values of earlier prompts were computed with other weights. Torch does not report changes of a
+        If an optimizer has stepped, parameters have been changed in place, or adapters of peft have been switched, merged or
+        disabled, and `update` was not called, it is called first, because the keys and values of earlier prompts were computed
+        with other weights. Torch does not report changes of a
         parameter's `data`, so after such a change the caller must call `update`.
 
         params: for all prompts, or one for each; None: the engine's defaults. `logprobs` is the number of the most likely
@@ -217,15 +218,18 @@ class RolloutEngine:
         other memory (`load_state_dict(assign=True)`), it is merged again and graphs are captured again. Unfinished answers
         compute their tokens' keys and values again when they go on, unless `keep_pages` is given.
 
-        Raises UnsupportedModelError if a parameter has another dtype or device than when this engine was made: the KV cache,
-        the kernels and the graphs are made for these.
+        Weights that were copied before an error count as missing: steps raise EngineAsleepError until they are given again, or
+        until a call without weights says that the parameters are right.
+
+        Raises UnsupportedModelError if a parameter has another dtype or device than when this engine was made, or the
+        vocabulary another size: the KV cache, the kernels and the graphs are made for these.
         """
         check_live(self.model)
         self._require_same_forms()
         self._absorb(self._engine.drain())
         with self._lending():
             version = self._engine.update_weights(weights, keep_pages=keep_pages)
-        self._versions = self._versions_now()
+        self._seen = self._weights_now()
         self._has_stepped = False
         return version
 
@@ -261,14 +265,24 @@ class RolloutEngine:
         """Assert that every page is accounted for."""
         self._engine.check_integrity()
 
-    def _versions_now(self) -> list[int]:
-        """How often torch has noticed an in-place change of each parameter. It does not notice steps of fused optimizers."""
-        return [0 if x.is_inference() else x._version for x in self.model.parameters()]
+    def _weights_now(self) -> tuple[list[int], list[object]]:
+        """How often torch has noticed an in-place change of each parameter, which adapters of peft are active, and how. Torch
+        does not notice steps of fused optimizers."""
+        versions = [0 if x.is_inference() else x._version for x in self.model.parameters()]
+        return versions, adapter_switches(self.model)
 
     def _forms_now(self) -> list[_Form]:
         return [_form(x) for x in parameters_in(self.model)]
 
     def _require_same_forms(self) -> None:
+        """Raise UnsupportedModelError unless dtypes, devices and the vocabulary are those that the engine was made for."""
+        entries = self._engine.vocab_size
+        size = vocab_size(self.model)
+        if size != entries:
+            raise UnsupportedModelError(
+                f"the vocabulary of {type(self.model).__name__} must keep the size that it had when this RolloutEngine was "
+                f"made, but it was {entries} and is now {size}: make a new RolloutEngine, or resize the embeddings back"
+            )
         forms = self._forms_now()
         if forms == self._forms:
             return
@@ -286,9 +300,15 @@ class RolloutEngine:
         self._form_of = {name: _form(x) for name, x in self.model.named_parameters()}
 
     def _notice_changes(self) -> None:
-        """Call `update` if torch has noticed changes of the weights since its last call."""
+        """Call `update` if torch has noticed changes of the weights since its last call, or if adapters were switched.
+
+        An engine that sleeps is not updated, because it computes nothing before it is called again. Neither is one whose last
+        update has failed: only its caller can say that the weights are right.
+        """
         self._require_same_forms()
-        if self._has_stepped or self._versions_now() != self._versions:
+        if self._engine.is_asleep:
+            return
+        if self._has_stepped or self._weights_now() != self._seen:
             self.update()
 
     def _absorb(self, outputs: list[RequestOutput]) -> None:

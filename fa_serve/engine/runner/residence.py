@@ -8,7 +8,8 @@
 
 A parameter that is changed in place takes effect at once, because merged weights of fused layers share its memory. If a
 parameter has moved to other memory, fused layers and CUDA graphs still read the old memory. Some fused forms hold copies, such
-as a router that multiplies in float32. In both cases `settle` fuses and captures again. Left out: sequences whose keys and
+as a router that multiplies in float32. CUDA graphs replay the adapters of peft that were active when they were captured. In
+these cases `settle` fuses and captures again. Left out: sequences whose keys and
 values were computed with the old weights (scheduler.py), and where new weights come from.
 """
 
@@ -24,12 +25,14 @@ from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.errors import EngineAsleepError
 from fa_serve.engine.images.encoder import ImageEncoder
 from fa_serve.engine.runner.model_runner import ModelRunner
-from fa_serve.hf import Addresses, forwards_with_copies
+from fa_serve.hf import Addresses, adapter_switches, forwards_with_copies
 from fa_serve.hf.surgery.fuse.fusion import unfuse_model
 from fa_serve.hf.surgery.quantised.experts import QuantizedExperts
 from fa_serve.hf.surgery.quantised.linear import QuantizedLinear
 from fa_serve.spec import ParameterError
 
+_PAIRS = "be pairs of a name and a tensor, such as model.named_parameters() or weights.items()"
+"""The rule that the weights of an update follow."""
 WAKE_UP_TAGS = ("weights", "kv_cache")
 """What `Residence.sleep` frees, under vLLM's names."""
 
@@ -48,6 +51,7 @@ class Residence:
         self._num_ranks = num_ranks
         # None: what was made from the weights has been freed, so it must be made again even if no weight has moved
         self._addresses: Addresses | None = Addresses.of(runner.model)
+        self._switches = adapter_switches(runner.model)
         self._left: list[tuple[str, nn.Parameter, torch.Size]] = []
         self._missing: set[str] = set()  # parameters without values, after `sleep(2)` or a failed update
         self._asleep: set[str] = set()
@@ -77,9 +81,8 @@ class Residence:
         anything changes. Raises EngineAsleepError if the model's own weights have no memory."""
         if "weights" in self._asleep:
             raise EngineAsleepError('the engine\'s weights are asleep: call wake_up(["weights"]) before update_weights')
-        if isinstance(weights, Mapping):
-            rule = "be pairs of a name and a tensor, such as model.named_parameters() or weights.items()"
-            raise ParameterError("weights", rule, type(weights).__name__)
+        if isinstance(weights, Mapping | Tensor | str) or not isinstance(weights, Iterable):
+            raise ParameterError("weights", _PAIRS, type(weights).__name__)
         rest = iter(weights)
         return chain([*islice(rest, 1)], rest)
 
@@ -96,13 +99,16 @@ class Residence:
         known: dict[str, Tensor] = {}
         copied: set[str] = set()
         try:
-            for name, tensor in weights:
+            for pair in weights:
+                name, tensor = _named(pair)
                 # looked up at the first weight: a trainer that has changed its parameters in place gives none
                 known = known or known_weights(model)
                 whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
                 check_weight(model, known, name, whole.shape)
+                if known[name].is_floating_point() and not whole.is_floating_point():
+                    raise ParameterError("weights", f"have floats for {name}", whole.dtype)
+                copied.add(name)  # before the copy, which an interrupt may end
                 known[name].copy_(whole)
-                copied.add(name)
         except BaseException:
             self._missing |= copied
             raise
@@ -117,8 +123,11 @@ class Residence:
         if self._missing:
             return False  # a fused layer is proven with the weights, and zeros prove nothing
         runner = self._runner
-        moved = Addresses.of(runner.model) != self._addresses or bool(forwards_with_copies(runner.model))
+        switches = adapter_switches(runner.model)
+        moved = Addresses.of(runner.model) != self._addresses or switches != self._switches
+        moved = moved or bool(forwards_with_copies(runner.model))
         if moved:
+            self._switches = switches
             runner.refit()
             if isinstance(runner.images, ImageEncoder):
                 runner.images.reader.speed_up()
@@ -188,6 +197,13 @@ class Residence:
                 parameter.data = parameter.data.to(device)
         self._left = []
         self.settle()
+
+
+def _named(pair: object) -> tuple[str, Tensor]:
+    """A name and its weight. Raises ParameterError for anything else."""
+    if isinstance(pair, tuple | list) and len(pair) == 2 and isinstance(pair[0], str) and isinstance(pair[1], Tensor):
+        return pair[0], pair[1]
+    raise ParameterError("weights", _PAIRS, pair)
 
 
 def known_weights(model: nn.Module) -> dict[str, Tensor]:

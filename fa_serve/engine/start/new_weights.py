@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig, PreTrainedModel
 
 from fa_serve.engine.rollout.weight_group import WeightGroup
@@ -66,8 +66,8 @@ class AnnouncedTensor:
 def from_folder(model: PreTrainedModel, folder: str | Path) -> Iterator[tuple[str, Tensor]]:
     """The weights of a checkpoint under the names that the model has for them.
 
-    If the files use only names of the model, they are read one tensor at a time. Otherwise transformers, which knows how names
-    and shapes are converted, loads them as a second model in host memory.
+    If the files have all weights under the names of the model, they are read one tensor at a time. Otherwise transformers,
+    which knows how names and shapes are converted, loads them as a second model in host memory.
 
     Raises ParameterError, before it yields the first weight, for a folder without safetensors or with broken ones, for weights
     that the model does not have, and for a checkpoint that transformers cannot load or that lacks weights.
@@ -89,7 +89,11 @@ def from_folder(model: PreTrainedModel, folder: str | Path) -> Iterator[tuple[st
             raise ParameterError(
                 "weight_dir", f"hold intact safetensors files, but {file.name} is broken", str(error)
             ) from error
+    given = {id(known[name]) for name in shapes.keys() & known.keys()}  # a checkpoint has one of the names of tied weights
+    lacking = [name for name, x in known.items() if id(x) not in given]
     if shapes.keys() <= known.keys():
+        _refuse_missing([name for name in lacking if isinstance(known[name], nn.Parameter)], folder)
+    if shapes.keys() <= known.keys() and not lacking:
         for name, shape in shapes.items():
             check_weight(model, known, name, shape)
         for file in files:
@@ -135,10 +139,14 @@ def _loaded(model: PreTrainedModel, folder: str | Path) -> Any:
     known = known_weights(model)
     for name, parameter in loaded.named_parameters():
         check_weight(model, known, name, parameter.shape)
-    missing = sorted(told["missing_keys"])
-    if missing:
-        raise ParameterError("weight_dir", f"hold every weight of the model, but {missing[0]} is missing", str(folder))
+    _refuse_missing(sorted(told["missing_keys"]), folder)
     return loaded
+
+
+def _refuse_missing(names: Sequence[str], folder: str | Path) -> None:
+    """Raise ParameterError if there are any names of weights that the folder lacks."""
+    if names:
+        raise ParameterError("weight_dir", f"hold every weight of the model, but {names[0]} is missing", str(folder))
 
 
 def from_shared_memory(model: PreTrainedModel, segment: str, tensors: Sequence[SharedTensor]) -> Iterator[tuple[str, Tensor]]:

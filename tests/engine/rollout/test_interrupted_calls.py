@@ -51,3 +51,22 @@ def test_a_batch_whose_queueing_is_interrupted_leaves_nothing_behind(monkeypatch
         engine.submit([PROMPT, PROMPT[:9]], params=GREEDY)
     assert engine.partial() == []
     assert not engine._engine.has_unfinished()
+
+
+def test_tokens_of_an_interrupted_step_have_the_version_that_computed_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next step returns them, which may be one with other weights."""
+    engine = RolloutEngine(make_model(), **SIZES)
+    engine.submit([PROMPT], params=GREEDY)
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._engine._ranks, "end_step", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            list(engine.finished())
+    engine.update()
+    [group] = engine.finished()
+    [rollout] = group.rollouts
+    assert rollout.weight_versions == [0] + [1] * 5
+    assert rollout.token_ids == greedy(make_model(), PROMPT, 6)

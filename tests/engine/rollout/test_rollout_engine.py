@@ -157,6 +157,11 @@ def test_update_copies_weights_by_name() -> None:
     for weights, rule in (
         ([("lm_head.bias", torch.zeros(320))], "names of parameters of LlamaForCausalLM, got 'lm_head.bias'"),
         (other.state_dict(), r"pairs of a name and a tensor, such as model.named_parameters\(\)"),
+        (other.lm_head.weight, "pairs of a name and a tensor, .* got 'Parameter'"),
+        (None, "pairs of a name and a tensor, .* got 'NoneType'"),
+        (["lm_head.weight"], "pairs of a name and a tensor, .* got 'lm_head.weight'"),
+        ([("lm_head.weight", [1, 2])], r"pairs of a name and a tensor, .* got \('lm_head.weight', \[1, 2\]\)"),
+        ([("lm_head.weight", torch.zeros(320, 32, dtype=torch.int64))], "floats for lm_head.weight, got torch.int64"),
         ([("lm_head.weight", torch.zeros(3, 32))], r"shape \(320, 32\) for lm_head.weight, got \(3, 32\)"),
     ):
         with pytest.raises(ParameterError, match=rule):
@@ -478,13 +483,3 @@ def test_weights_that_do_not_sleep_may_change_while_the_cache_does() -> None:
     [group] = engine.generate([PROMPT], params=GREEDY)
     [other] = RolloutEngine(model, **SIZES).generate([PROMPT], params=GREEDY)
     assert group.rollouts[0].token_ids == other.rollouts[0].token_ids
-
-
-def test_a_model_that_accelerate_has_prepared_is_run_without_its_autocast() -> None:
-    accelerate = pytest.importorskip("accelerate")
-    [expected] = RolloutEngine(make_model(), **SIZES).generate([PROMPT], params=GREEDY)
-    model = accelerate.Accelerator(mixed_precision="bf16", cpu=True).prepare(make_model())
-    forward = model.forward
-    [group] = RolloutEngine(model, **SIZES).generate([PROMPT], params=GREEDY)
-    assert group.rollouts == expected.rollouts
-    assert model.forward is forward

@@ -34,6 +34,23 @@ def test_nothing_is_made_again_after_a_change_in_place(make_engine: Callable[...
     assert not weights.settle()
 
 
+def test_switched_adapters_of_peft_need_other_graphs(make_engine: Callable[..., Engine]) -> None:
+    """A graph replays what layers computed when it was captured."""
+    engine = make_engine()
+    layer = engine._runner.model.lm_head
+    vars(layer).update(_disable_adapters=False, merged_adapters=[], scaling={"default": 1.0})
+    weights = Residence(engine._runner, engine.config, owned=True, num_ranks=1)
+    assert not weights.settle()
+    for switch in (
+        lambda: vars(layer).update(_disable_adapters=True),
+        lambda: layer.merged_adapters.append("default"),
+        lambda: layer.scaling.update(default=2.0),
+    ):
+        switch()
+        assert weights.settle()
+        assert not weights.settle()
+
+
 def test_the_graphs_of_moved_weights_are_captured_again(make_engine: Callable[..., Engine], replays: list[int]) -> None:
     """A graph reads the memory that a weight had when it was captured."""
     engine = make_engine()

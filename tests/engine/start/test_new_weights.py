@@ -62,6 +62,15 @@ def test_a_folder_with_the_models_names_is_not_loaded_as_a_model(tmp_path: Path,
         next(from_folder(model, tmp_path / "nowhere"))
 
 
+def test_a_checkpoint_has_one_name_of_tied_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model()
+    model.lm_head.weight = model.model.embed_tokens.weight
+    model.config.tie_word_embeddings = True
+    model.save_pretrained(tmp_path)
+    monkeypatch.setattr(new_weights, "auto_class", None)  # it lacks nothing, so it is not loaded as a model
+    assert dict(from_folder(model, tmp_path)).keys() == dict(model.named_parameters()).keys()
+
+
 def test_a_checkpoint_with_quantised_numbers_is_refused(tmp_path: Path) -> None:
     """Its scales, which the model has no name for, would be left out."""
     model = make_model()
@@ -75,19 +84,22 @@ def test_a_checkpoint_with_quantised_numbers_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_that_lacks_a_weight_is_refused(tmp_path: Path) -> None:
-    """transformers loads it as a model, because a name is not the model's, and draws random numbers for what is missing."""
+    """The model would keep its old one, or, where a name is not the model's, get the random numbers that transformers draws."""
     model = make_model()
     model.save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors["model.layers.1.mlp.down_proj.weight"]
-    tensors["model.rotary_emb.inv_freq"] = torch.ones(8)
-    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(
-        ParameterError, match=r"hold every weight of the model, but model\.layers\.1\.mlp\.down_proj\.weight is missing"
-    ):
-        next(from_folder(model, tmp_path))
+    (tmp_path / "config.json").rename(tmp_path / "aside.json")
+    for more in ({}, {"model.rotary_emb.inv_freq": torch.ones(8)}):
+        if more:  # only then it is loaded as a model
+            (tmp_path / "aside.json").rename(tmp_path / "config.json")
+        save_file(tensors | more, tmp_path / "model.safetensors", {"format": "pt"})
+        with pytest.raises(
+            ParameterError, match=r"hold every weight of the model, but model\.layers\.1\.mlp\.down_proj\.weight is missing"
+        ):
+            next(from_folder(model, tmp_path))
     tensors["model.layers.0.mlp.up_proj.weight"] = torch.ones(3, 3)
-    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    save_file(tensors | more, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(ParameterError, match="weight_dir must hold a checkpoint that transformers can load"):
         next(from_folder(model, tmp_path))
 

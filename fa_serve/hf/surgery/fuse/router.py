@@ -125,7 +125,9 @@ def _prove(module: Any, known: Sequence[ops.Router]) -> FusedRouter:
     x = torch.randn(_ROWS, weight.shape[1], generator=torch.Generator().manual_seed(0)).to(weight.device)
     exact = _routed(float32_copy(module)(x), len(weight))
     here = _routed(module(x.to(weight.dtype)), len(weight))
-    tensors = [t.detach().reshape(-1) for t in (*module.parameters(), *module.buffers()) if t.numel() == len(weight)]
+    own = [t for t in (*module.parameters(), *module.buffers()) if t.numel() == len(weight)]
+    # the bias of the logits is the parameter itself, which gets gradients in an exact forward
+    tensors = [t if t.dim() == 1 else t.detach().reshape(-1) for t in own]
     biases = [None, *tensors]
     wide = weight.float()
     matching = [bias for bias in biases if results_agree(linear(x, wide, _wide(bias)), exact.logits)]
@@ -146,8 +148,8 @@ def _prove(module: Any, known: Sequence[ops.Router]) -> FusedRouter:
     if not torch.equal(narrow, here.logits):
         weight = wide  # the router multiplies in float32, whatever the dtype of its weights
         bias = _wide(bias)
-    own = partial(type(module).forward, module)
-    return FusedRouter(own, weight, bias, correction, router, here.weights.dtype, here.order)
+    original = partial(type(module).forward, module)
+    return FusedRouter(original, weight, bias, correction, router, here.weights.dtype, here.order)
 
 
 def _wide(bias: Tensor | None) -> Tensor | None:
@@ -183,7 +185,7 @@ def _fit(exact: Routed, biases: list[Tensor | None], known: Sequence[ops.Router]
         weights, index = ops.route(here.logits, host, router._replace(scale=1.0), torch.float32)
         scale = round(float(here.weights.sum() / weights.sum()), 6)
         if _same_choice(weights * scale, index, here):
-            return _wide(correction), router._replace(scale=scale)
+            return None if correction is None else correction.detach().float(), router._replace(scale=scale)
     return None
 
 
