@@ -245,12 +245,14 @@ def served(args: argparse.Namespace, folder: Path) -> Iterator[str]:
     """The address of our server."""
     command = [sys.executable, "-m", "fa_serve", "serve", str(folder), "--served-model-name", "bench", "--port", "0"]
     command += ["--dtype", args.dtype, "--device", args.device, "--log-level", "error", *args.serve]
+    begin = time.perf_counter()
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None
             url = next((line.strip() for line in process.stdout if line.startswith("http://")), None)
             if url is None:
                 raise SystemExit("the server has not started")
+            print(f"ours: ready after {time.perf_counter() - begin:.0f} s", flush=True)
             yield url
         finally:
             process.terminate()
@@ -273,7 +275,7 @@ def vllm(args: argparse.Namespace, folder: Path) -> Iterator[str]:
     words = [word for option in options.items() for word in option]
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words, "--disable-uvicorn-access-log"]
     with server("vllm", command, peer_environment(args.peer_path), time.time() + PEER_SECONDS, args) as (url, seconds):
-        print(f"vllm: ready after {seconds:.0f} s")
+        print(f"vllm: ready after {seconds:.0f} s", flush=True)
         yield url
 
 
@@ -301,6 +303,7 @@ def measure_clients(args: argparse.Namespace, case: str, urls: dict[str, str], s
     for name, place in urls.items():
         asyncio.run(offer(place, clients, texts[: 2 * clients]))
         rates[name] = asyncio.run(offer(place, clients, texts)).rate
+        print(f"{shape} {case}: {name} {rates[name]:.4g} sentences/s", flush=True)
     half = min(rates.values()) / 2
     for name, place in urls.items():
         slow[name] = 1e3 * asyncio.run(offer(place, clients, texts, half)).quantile(0.99)

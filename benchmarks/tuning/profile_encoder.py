@@ -6,6 +6,7 @@ A call encodes as many texts as fill BATCHES batches, as an offline case of `ben
 twice. At the rate of a large product, their time is the floor of the `products` lines of `bench_embeddings`. At their own
 shapes, it shows how much of that rate matrices of these sizes reach. Models have random weights. What the host does for a
 batch is timed part by part, while nothing else runs: a thread tokenizes, and another one launches and turns results into rows.
+A table shows when each batch of one call was launched, and when the GPU computed it.
 """
 
 from __future__ import annotations
@@ -104,6 +105,38 @@ def host_milliseconds(encoder: Encoder, texts: list[str]) -> dict[str, float]:
     return {name: statistics.median(each) for name, each in taken.items()}
 
 
+def timeline(encoder: Encoder, texts: list[str]) -> str:
+    """When the batches of one call were launched and computed, in milliseconds from the begin of the call."""
+    pipeline_type = type(encoder._pipeline)
+    compute = pipeline_type.compute
+    rows: list[tuple[float, float, torch.cuda.Event, torch.cuda.Event]] = []
+
+    def watched(*args: Any) -> torch.Tensor:
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
+        launched = time.perf_counter()
+        events[0].record()
+        results = compute(*args)
+        events[1].record()
+        rows.append((launched, time.perf_counter(), events[0], events[1]))
+        return results
+
+    pipeline_type.compute = watched  # type: ignore[method-assign]
+    try:
+        torch.cuda.synchronize()
+        origin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        origin.record()
+        begin = time.perf_counter()
+        encoder.encode(texts)
+        end = time.perf_counter()
+    finally:
+        pipeline_type.compute = compute  # type: ignore[method-assign]
+    lines = ["| batch | launched | until | computed | until |", "|---|---|---|---|---|"]
+    for number, (launched, until, first, last) in enumerate(rows):
+        host = f"{1e3 * (launched - begin):.1f} | {1e3 * (until - begin):.1f}"
+        lines.append(f"| {number} | {host} | {origin.elapsed_time(first):.1f} | {origin.elapsed_time(last):.1f} |")
+    return "\n".join([*lines, f"the call took {1e3 * (end - begin):.1f} ms"])
+
+
 def profile(shape: str, args: argparse.Namespace) -> None:
     """Print where the time of the batches of one shape goes."""
     with tempfile.TemporaryDirectory() as folder:
@@ -122,6 +155,8 @@ def profile(shape: str, args: argparse.Namespace) -> None:
     print(f"device busy {step.busy / BATCHES:.3f} ms, {idle:.0%} idle")
     host = ", ".join(f"{name} {taken:.2f} ms" for name, taken in host_milliseconds(encoder, texts[:many]).items())
     print(f"host, for a batch: {host}")
+    if torch.cuda.is_available():
+        print(timeline(encoder, texts))
     shapes = products_of(encoder, texts[:many])
     alone = milliseconds_alone(shapes, encoder._pipeline.model.model.dtype, encoder.config.device)
     floor = ""
