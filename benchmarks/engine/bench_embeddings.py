@@ -27,6 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -281,13 +282,15 @@ def vllm(args: argparse.Namespace, folder: Path) -> Iterator[str]:
 
 def over_http(args: argparse.Namespace, shape: str, folder: Path, results: Results, cells: Cells) -> None:
     urls: dict[str, str] = dict(peer.split("=", 1) for peer in args.peer)
-    with ExitStack() as stack:
-        if args.peer_path:
+    with ExitStack() as stack, ThreadPoolExecutor() as threads:
+        ours = threads.submit(stack.enter_context, served(args, folder))
+        peer = threads.submit(stack.enter_context, vllm(args, folder)) if args.peer_path else None
+        urls = {"ours": ours.result(), **urls}
+        if peer is not None:
             try:
-                urls["vllm"] = stack.enter_context(vllm(args, folder))
+                urls["vllm"] = peer.result()
             except RuntimeError as error:
                 print(f"vllm: {error}")
-        urls = {"ours": stack.enter_context(served(args, folder)), **urls}
         for length in args.lengths:
             for clients in args.clients:
                 if cells.takes(f"{shape} http {length} x {clients}"):
