@@ -28,7 +28,7 @@ from transformers.masking_utils import (
 
 from fa_serve.hf.adapter.mask_patterns import MaskFunction, Pattern, classify, split_blocks, tells_packs
 from fa_serve.hf.adapter.models import handles_mask
-from fa_serve.hf.adapter.packs import hides_values, refuse_untold_positions, running_packs
+from fa_serve.hf.adapter.packs import hides_values, is_captured, refuse_untold_positions, running_packs
 from fa_serve.spec import UnsupportedModelError
 
 # Device types with kernels that take packed keys, and with a decoding kernel that takes a mask over keys.
@@ -198,18 +198,19 @@ def mask_forward(
             "attention_mask must have 2 dimensions, (batch, keys), or 4, (batch, heads, queries, keys), got shape "
             f"{tuple(attention_mask.shape)}: pass attention_mask[:, None] if it is (batch, queries, keys)"
         )
-    tracing = hides_values(attention_mask)
+    hidden = hides_values(attention_mask)
+    tracing = hidden and not is_captured()
     blocks = None if tracing else _blocks.get()
     if blocks is not None and (split := split_blocks(mask_function)) is not None:
         mask_function, sequence_ids = split
         blocks.append(sequence_ids)
         allow_is_causal_skip = True  # transformers forbids it only because of the blocks
     request = _Request(batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask)
-    mask_function, request = _with_told_packs(mask_function, request, config, tracing)
+    mask_function, request = _with_told_packs(mask_function, request, config, hidden)
     pattern = None if handles_mask(config) else _pattern(mask_function, tracing)
     if pattern is not None:
-        implicit = _mask_of_one_query(request, pattern, tracing)
-        if implicit is None and not tracing:  # a traced forward cannot read its padding
+        implicit = _mask_of_one_query(request, pattern, hidden)
+        if implicit is None and not (tracing or (hidden and _waits_for_values(request, pattern))):
             # for packed sequences transformers allows no skip, but `_mask_of_queries` describes them anyway
             may_skip = allow_is_causal_skip if pattern.is_causal else allow_is_bidirectional_skip
             implicit = _mask_of_queries(request, pattern, may_skip)
@@ -231,7 +232,7 @@ def mask_forward(
 
 
 def _with_told_packs(
-    mask_function: MaskFunction, request: _Request, config: Any, tracing: bool
+    mask_function: MaskFunction, request: _Request, config: Any, hidden: bool
 ) -> tuple[MaskFunction, _Request]:
     """Add the packed sequences that the caller told the model to the mask function and the request.
 
@@ -242,7 +243,9 @@ def _with_told_packs(
     packs = running_packs(request.batch_size, request.q_length)
     if packs is None:
         return mask_function, request
-    if not tracing and tells_packs(mask_function):  # a traced forward cannot read closures
+    if not hidden and tells_packs(
+        mask_function
+    ):  # neither can a traced forward read closures, nor a captured one their tensors
         packs.in_masks = True
         return mask_function, request
     if packs.cu_seqlens is None:
@@ -251,7 +254,7 @@ def _with_told_packs(
         return mask_function, request
     whole = isinstance(request.q_offset, int) and (request.q_offset, request.kv_offset) == (0, 0)
     padding = request.padding
-    if padding is not None and not tracing and padding.shape[1] == request.kv_length and not padding.is_meta and padding.all():
+    if padding is not None and not hidden and padding.shape[1] == request.kv_length and not padding.is_meta and padding.all():
         padding = None
     if not whole or padding is not None or request.kv_length != request.q_length:
         return mask_function, request
@@ -267,7 +270,13 @@ def _pattern(mask_function: MaskFunction, tracing: bool) -> Pattern | None:
     return Pattern((-1, 0)) if mask_function is causal_mask_function else None
 
 
-def _mask_of_one_query(request: _Request, pattern: Pattern, tracing: bool) -> ImplicitMask | None:
+def _waits_for_values(request: _Request, pattern: Pattern) -> bool:
+    """Whether `_mask_of_queries` would read values on the device: padding, where packed sequences begin, or q_offset."""
+    packs = pattern.sequences is not None and request.cu_seqlens is None
+    return packs or request.padding is not None or isinstance(request.q_offset, Tensor)
+
+
+def _mask_of_one_query(request: _Request, pattern: Pattern, hidden: bool) -> ImplicitMask | None:
     """The mask of one causal query per row on a device with kernels, made without waiting for the device; else None.
 
     In a step that is repeated for each token, the host must not wait. So padding is passed on without checking whether there is
@@ -278,7 +287,7 @@ def _mask_of_one_query(request: _Request, pattern: Pattern, tracing: bool) -> Im
     known = q_offset if isinstance(q_offset, Tensor) else request.padding
     if request.q_length != 1 or not pattern.is_causal or pattern.sequences is not None:
         return None
-    if known is None or known.device.type not in KERNELS_ON or (tracing and not is_static):
+    if known is None or known.device.type not in KERNELS_ON or (hidden and not is_static):
         return None
     kv_length = request.kv_length
     chunks = pattern.chunks

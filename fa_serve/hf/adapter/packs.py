@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.utils.import_utils import is_tracing
+from transformers.utils.import_utils import is_cuda_stream_capturing, is_torchdynamo_compiling, is_tracing
 
 from fa_serve.spec import UnsupportedModelError
 
@@ -79,8 +79,17 @@ class _Running(threading.local):
 running = _Running()
 
 
+def is_captured() -> bool:
+    """Whether this forward's launches are recorded in a CUDA graph. Then the host cannot read values on the device, but it runs
+    the model's code as always, and can read closures and sizes."""
+    if is_torchdynamo_compiling() or torch._C._is_tracing():
+        return False  # asked first, because torch.compile cannot trace the question whether a stream is captured
+    return bool(is_cuda_stream_capturing())
+
+
 def hides_values(tensor: Tensor | None) -> bool:
-    """Whether the host cannot read a tensor, because the forward is traced, or because `torch.vmap` maps over the tensor."""
+    """Whether the host cannot read a tensor, because the forward is traced or recorded in a CUDA graph, or because `torch.vmap`
+    maps over the tensor."""
     if is_tracing(tensor):
         return True
     while tensor is not None and torch._C._functorch.is_functorch_wrapped_tensor(tensor):

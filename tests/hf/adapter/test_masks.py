@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from hf_checks import attend
+from recorded_graphs import record
 from torch import Tensor
 from transformers import AutoConfig, AutoModel, LlamaConfig, masking_utils
 
@@ -60,12 +61,19 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.parametrize("captured", [False, True], ids=["", "captured"])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("padding", ["none", "left", "right", "short"])
 @pytest.mark.parametrize("function", [CAUSAL, SLIDING, FULL, SLIDING_FULL], ids=["causal", "sliding", "full", "sliding-full"])
 def test_mask_says_what_transformers_says(
-    function: Any, padding: str, layout: tuple[int, int, Any, int], kernels: bool
+    function: Any,
+    padding: str,
+    layout: tuple[int, int, Any, int],
+    captured: bool,
+    kernels: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Also while a CUDA graph is captured, where the host must not read a value of the device."""
     q_length, kv_length, q_offset, kv_offset = layout
     mask = None
     if padding != "none":
@@ -80,10 +88,19 @@ def test_mask_says_what_transformers_says(
         "mask_function": function,
         "attention_mask": mask,
     }
-    ours = hf.mask_forward(**arguments)
     theirs = masking_utils.sdpa_mask(**arguments, allow_is_causal_skip=False)
+    made = []
+    if captured:
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+            record(lambda: made.append(hf.mask_forward(**arguments)), None, torch.nn.Identity())
+    else:
+        made.append(hf.mask_forward(**arguments))
+    ours = made[0]
     assert torch.equal(seen(ours, 2, q_length, kv_length), theirs.expand(2, 1, q_length, kv_length))
-    if function is CAUSAL and (q_length > 1 or kernels or not isinstance(q_offset, Tensor)):
+    if captured:
+        assert isinstance(ours, ImplicitMask) or padding != "none" or isinstance(q_offset, Tensor) or function is SLIDING_FULL
+    elif function is CAUSAL and (q_length > 1 or kernels or not isinstance(q_offset, Tensor)):
         assert isinstance(ours, ImplicitMask)
 
 
