@@ -83,7 +83,12 @@ class BlockLists(NamedTuple):
 
     @classmethod
     def from_blocks(cls, keep: Tensor, block_size: tuple[int, int] = (128, 128)) -> BlockLists:
-        """Lists of the blocks where `keep` is True: bool (1 or batch, heads, query blocks, key blocks)."""
+        """Lists of the blocks where `keep` is True: bool (1 or batch, heads, query blocks, key blocks).
+
+        Raises ParameterError for a `keep` of another shape or dtype, and for block sizes other than 64 and 128.
+        """
+        if len(block_size) != 2 or any(size not in BLOCK_SIZES for size in block_size):
+            raise ParameterError("block_size", "have sizes of 64 or 128 for queries and keys", block_size)
         if keep.dim() != 4 or keep.dtype != torch.bool:
             raise ParameterError("keep", "be bool (batch, heads, query blocks, key blocks)", (keep.dtype, tuple(keep.shape)))
         # a stable sort puts the kept blocks first, in their order

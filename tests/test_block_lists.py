@@ -102,6 +102,12 @@ def test_a_block_mask_and_its_four_tensors_are_read() -> None:
     assert found.full_kv_indices is None
 
 
+@pytest.mark.parametrize("size", [(32, 64), (64, 96), (128,), (64, 64, 64)])
+def test_blocks_of_other_sizes_are_refused_where_lists_are_made(size: tuple[int, ...]) -> None:
+    with pytest.raises(ParameterError, match=r"block_size must have sizes of 64 or 128 for queries and keys, got \("):
+        BlockLists.from_blocks(torch.ones(1, 1, 2, 2, dtype=torch.bool), size)
+
+
 @pytest.mark.parametrize("size", [4, 24, 32, 128, 256])
 @pytest.mark.parametrize("masked", ["", "k", "qk"])
 def test_chosen_blocks_become_bits(size: int, masked: str) -> None:

@@ -80,6 +80,8 @@ class InputProcessor:
         """One request for each answer. Raises ParameterError as `Engine.add_request` says."""
         if not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
             raise ParameterError("priority", f"be between -{MAX_PRIORITY} and {MAX_PRIORITY}", priority)
+        if not isinstance(cache_salt, str | None):
+            raise ParameterError("cache_salt", "be None or a string", cache_salt)
         if num_answers(params) > self._capacity:
             name = "n" if params.best_of is None else "best_of"
             raise ParameterError(name, f"be at most {self._capacity}, the capacity of the queue", num_answers(params))

@@ -32,6 +32,13 @@ def test_answers_have_seeds_in_a_row_that_wrap_around(processor) -> None:
     assert [request.seed for request in requests] == [2**63 - 2, 2**63 - 1, -(2**63)]
 
 
+@pytest.mark.parametrize("salt", [1, b"salt", ["salt"]])
+def test_a_salt_that_is_no_string_is_refused(processor, salt) -> None:
+    """It would fail, or share nothing, when the pages of the prompt are hashed."""
+    with pytest.raises(ParameterError, match="cache_salt must be None or a string, got "):
+        processor.process("a", PROMPT, SamplingParams(), cache_salt=salt)
+
+
 def test_a_priority_shifts_the_rank(processor) -> None:
     (now,), (later,) = (processor.process(name, PROMPT, SamplingParams(), priority=p) for name, p in (("a", 0), ("b", 2)))
     assert later.rank[0] - now.rank[0] >= 2 * PRIORITY_SECONDS

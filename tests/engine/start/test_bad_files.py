@@ -99,6 +99,8 @@ def test_a_config_chooses_an_expert_and_no_more_than_there_are(count: str) -> No
         rule = f"num_experts_per_tok must be between 1 and 6, the number of experts in .*, got {chosen}"
         with pytest.raises(ParameterError, match=rule):
             require_enough_experts(config(**{count: 6, "num_experts_per_tok": chosen}))
+    with pytest.raises(ParameterError, match="moe_topk must be between 1 and 6, "):  # of Aria
+        require_enough_experts(config(**{count: 6, "moe_topk": 7}))
 
 
 @pytest.mark.parametrize("content", ["{}", "[]", '{"peft_type": "LORA"}'])

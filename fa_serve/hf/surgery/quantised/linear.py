@@ -56,7 +56,7 @@ from fa_serve.spec import OpSpec, ParameterError, UnsupportedModelError, dtype_n
 log = logging.getLogger("fa_serve.hf")
 
 _ROUNDED = Rounded()
-TOP_K = ("num_experts_per_tok", "top_k_experts")
+TOP_K = ("num_experts_per_tok", "top_k_experts", "moe_topk")
 """Names that configs use for the number of experts that are chosen for a token."""
 
 
