@@ -47,10 +47,9 @@ Capture = Callable[[Callable[[], None], Any, nn.Module], tuple[Callable[[], None
 
 @dataclass(slots=True)
 class _Graph:
-    """inputs: what it reads; hidden: what it writes, (tokens, hidden_size)"""
+    """inputs: what it reads"""
 
     inputs: PackedInputs
-    hidden: Tensor | None = None
     replay: Callable[[], None] | None = None
 
 
@@ -72,6 +71,7 @@ class EncoderGraphs:
         self._capture = capture
         self._graphs: dict[tuple[int, int, bool], _Graph] = {}  # by size, longest input, and whether tokens have types
         self._pool: Any = None
+        self._hidden: Tensor | None = None  # (largest size, hidden_size): what all graphs write, or each would keep its own
 
     def run(self, inputs: EncoderInputs) -> tuple[PackedInputs, Tensor] | None:
         """The inputs on the device and the hidden states of all tokens, (total, hidden_size); None if no graph takes them."""
@@ -90,11 +90,11 @@ class EncoderGraphs:
             return None
         if graph is known:
             graph.replay()
-        assert graph.hidden is not None
+        assert self._hidden is not None
         types = None if packed.type_ids is None else packed.type_ids[:total]
         borders = packed.cu_seqlens[: len(inputs) + 1]
         real = PackedInputs(packed.ids[:total], types, packed.positions[:total], borders, inputs.lengths.tolist(), packed.words)
-        return real, graph.hidden[:total]
+        return real, self._hidden[:total]
 
     def capture_ahead(self, *, takes_types: bool) -> None:
         """Capture all sizes, the largest first, so that the pool of memory does not grow."""
@@ -116,9 +116,13 @@ class EncoderGraphs:
     def _captured(self, key: tuple[int, int, bool], packed: PackedInputs) -> _Graph | None:
         """Capture a graph, and run it for these inputs. If it cannot be captured, no other capture is tried."""
         graph = _Graph(packed._replace(lengths=[key[1]]))
+        largest = self._sizes[-1]
 
         def step() -> None:
-            graph.hidden = self._model.hidden(graph.inputs)
+            hidden = self._model.hidden(graph.inputs)
+            if self._hidden is None:
+                self._hidden = hidden.new_empty(largest, hidden.shape[1])
+            self._hidden[: len(hidden)].copy_(hidden)
 
         try:
             step()  # what is compiled or planned at the first call is not captured
