@@ -50,7 +50,7 @@ def make_class(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
     def make(base: type[PreTrainedModel], name: str = "Mine") -> Any:
         module = types.ModuleType(f"without_source_{request.param.__name__}")
         monkeypatch.setitem(sys.modules, module.__name__, module)
-        # as in a process that has not met the base class before; it may have inherited the answer of its own base class
+        # as in a process that has not met the base class before; an inherited answer stays with the base class
         if models._ANSWER in vars(base):
             monkeypatch.delattr(base, models._ANSWER)
         exec(f"class {name}(Base): pass", vars(module) | {"Base": base, "__name__": module.__name__}, made := {})
