@@ -301,8 +301,7 @@ def attention_paged(
     causal:       as in `attention`, but True by default
     softmax_scale, window_size, softcap, attention_chunk, alibi_slopes, sinks, precision, return_lse, backend: as in `attention`
     out:          (total_q, num_heads, head_dim_v), written in place and returned
-    Returns out (total_q, num_heads, head_dim_v), or (out, lse) with lse (num_heads, total_q). Raises as `attention` does.
-    Only the reference has gradients through a cache; the other backends refuse a call that needs them.
+    Returns out, or (out, lse) with lse (num_heads, total_q). Raises as `attention` does. Only the reference has gradients here.
     """
     try:
         options = CallOptions(

@@ -26,7 +26,7 @@ EDITS: Edits = {
         ("    softcap: float = ...,\n", "    softcap: float = ...,\n    score_factor: float = ...,\n"),
         ("    softcap: float = 0.0,\n", "    softcap: float = 0.0,\n    score_factor: float = 1.0,\n"),
         ("    softcap: replaces", "    score_factor: factor of the scores after softcap; 1.0 is off\n    softcap: replaces"),
-        ("    causal, softmax_scale,", "    score_factor: as in `attention`\n    causal, softmax_scale,"),
+        ("    softmax_scale, window_size,", "    score_factor: as in `attention`\n    softmax_scale, window_size,"),
         ("            float(softcap),\n", "            float(softcap),\n            float(score_factor),\n"),
     ],
     "fa_serve/backends/calls.py": [
