@@ -19,6 +19,7 @@ from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -107,11 +108,10 @@ def host_milliseconds(encoder: Encoder, texts: list[str]) -> dict[str, float]:
 
 def timeline(encoder: Encoder, texts: list[str]) -> str:
     """When the batches of one call were launched and computed, in milliseconds from the begin of the call."""
-    pipeline_type = type(encoder._pipeline)
-    compute = pipeline_type.compute
+    compute = encoder._pipeline.compute
     rows: list[tuple[float, float, torch.cuda.Event, torch.cuda.Event]] = []
 
-    def watched(*args: Any) -> torch.Tensor:
+    def watched(unused: Any, *args: Any) -> torch.Tensor:
         events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
         launched = time.perf_counter()
         events[0].record()
@@ -120,16 +120,13 @@ def timeline(encoder: Encoder, texts: list[str]) -> str:
         rows.append((launched, time.perf_counter(), events[0], events[1]))
         return results
 
-    pipeline_type.compute = watched  # type: ignore[method-assign]
-    try:
+    with patch.object(type(encoder._pipeline), "compute", watched):
         torch.cuda.synchronize()
         origin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         origin.record()
         begin = time.perf_counter()
         encoder.encode(texts)
         end = time.perf_counter()
-    finally:
-        pipeline_type.compute = compute  # type: ignore[method-assign]
     lines = ["| batch | launched | until | computed | until |", "|---|---|---|---|---|"]
     for number, (launched, until, first, last) in enumerate(rows):
         host = f"{1e3 * (launched - begin):.1f} | {1e3 * (until - begin):.1f}"

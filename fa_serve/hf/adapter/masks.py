@@ -210,7 +210,7 @@ def mask_forward(
     pattern = None if handles_mask(config) else _pattern(mask_function, tracing)
     if pattern is not None:
         implicit = _mask_of_one_query(request, pattern, hidden)
-        if implicit is None and not (tracing or (hidden and _waits_for_values(request, pattern))):
+        if implicit is None and not (hidden and (tracing or _waits_for_values(request, pattern))):
             # for packed sequences transformers allows no skip, but `_mask_of_queries` describes them anyway
             may_skip = allow_is_causal_skip if pattern.is_causal else allow_is_bidirectional_skip
             implicit = _mask_of_queries(request, pattern, may_skip)
@@ -243,9 +243,8 @@ def _with_told_packs(
     packs = running_packs(request.batch_size, request.q_length)
     if packs is None:
         return mask_function, request
-    if not hidden and tells_packs(
-        mask_function
-    ):  # neither can a traced forward read closures, nor a captured one their tensors
+    # a traced forward cannot read closures, and a captured one cannot read the tensors in them
+    if not hidden and tells_packs(mask_function):
         packs.in_masks = True
         return mask_function, request
     if packs.cu_seqlens is None:
