@@ -127,6 +127,14 @@ def tells_packs(mask_function: MaskFunction) -> bool:
     return False
 
 
+def without_packs(mask_function: MaskFunction) -> MaskFunction:
+    """The mask function without its part that keeps packed sequences apart, if it has such a part."""
+    if _code(mask_function) is not _AND:
+        return mask_function
+    rest = [part for part in _closed_over(mask_function, "mask_functions") if _code(part) is not _PACKED]
+    return rest[0] if len(rest) == 1 else and_masks(*rest)
+
+
 def split_blocks(mask_function: MaskFunction) -> tuple[MaskFunction, Tensor] | None:
     """Split off the blocks of tokens that attend to each other both ways.
 

@@ -26,7 +26,7 @@ from transformers.masking_utils import (
     sdpa_mask,
 )
 
-from fa_serve.hf.adapter.mask_patterns import MaskFunction, Pattern, classify, split_blocks, tells_packs
+from fa_serve.hf.adapter.mask_patterns import MaskFunction, Pattern, classify, split_blocks, tells_packs, without_packs
 from fa_serve.hf.adapter.models import handles_mask
 from fa_serve.hf.adapter.packs import hides_values, is_captured, refuse_untold_positions, running_packs
 from fa_serve.spec import UnsupportedModelError
@@ -206,7 +206,7 @@ def mask_forward(
         blocks.append(sequence_ids)
         allow_is_causal_skip = True  # transformers forbids it only because of the blocks
     request = _Request(batch_size, q_length, kv_length, q_offset, kv_offset, attention_mask)
-    mask_function, request = _with_told_packs(mask_function, request, config, hidden)
+    mask_function, request = _with_told_packs(mask_function, request, config, hidden, tracing)
     pattern = None if handles_mask(config) else _pattern(mask_function, tracing)
     if pattern is not None:
         implicit = _mask_of_one_query(request, pattern, hidden)
@@ -232,7 +232,7 @@ def mask_forward(
 
 
 def _with_told_packs(
-    mask_function: MaskFunction, request: _Request, config: Any, hidden: bool
+    mask_function: MaskFunction, request: _Request, config: Any, hidden: bool, tracing: bool
 ) -> tuple[MaskFunction, _Request]:
     """Add the packed sequences that the caller told the model to the mask function and the request.
 
@@ -258,6 +258,9 @@ def _with_told_packs(
     if not whole or padding is not None or request.kv_length != request.q_length:
         return mask_function, request
     packs.in_masks = True
+    if hidden and not tracing:
+        # transformers has also found the sequences by position_ids, in a tensor that a captured forward cannot read
+        mask_function = without_packs(mask_function)
     within = packed_sequence_mask_function(packs.numbers(request.q_length))
     return and_masks(within, mask_function), request._replace(cu_seqlens=packs.cu_seqlens)
 

@@ -9,7 +9,7 @@ import torch
 from transformers import masking_utils
 from transformers.models.gemma3.modeling_gemma3 import _bidirectional_window_overlay
 
-from fa_serve.hf.adapter.mask_patterns import Chunks, Pattern, classify
+from fa_serve.hf.adapter.mask_patterns import Chunks, Pattern, classify, without_packs
 from fa_serve.hf.adapter.releases import REMAPPING
 
 CAUSAL = masking_utils.causal_mask_function
@@ -44,6 +44,15 @@ def test_plain_patterns_are_recognised() -> None:
     assert classify(CHUNKED) == Pattern((-1, 0), chunks=Chunks(3, NO_PADDING))
     assert classify(masking_utils.and_masks(CAUSAL, SEQUENCES)) == Pattern((-1, 0), NUMBERS)
     assert classify(masking_utils.and_masks(SLIDING, SEQUENCES)) == Pattern((2, 0), NUMBERS)
+
+
+def test_the_rest_of_a_mask_with_packed_sequences() -> None:
+    assert without_packs(masking_utils.and_masks(CAUSAL, SEQUENCES)) is CAUSAL
+    assert without_packs(masking_utils.and_masks(SEQUENCES, SLIDING)) is SLIDING
+    rest = without_packs(masking_utils.and_masks(SEQUENCES, FULL, SLIDING_FULL))
+    assert [bool(rest(0, 0, torch.tensor(1), key)) for key in range(6)] == [True] * 5 + [False]
+    assert without_packs(CAUSAL) is CAUSAL
+    assert classify(without_packs(SLIDING)) == Pattern((2, 0))
 
 
 @pytest.mark.skipif(REMAPPING is None, reason="transformers 5.17 counts positions from the start of the row")
