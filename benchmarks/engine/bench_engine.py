@@ -28,8 +28,8 @@ With --tensor-parallel N, our engine and vLLM divide the model between N GPUs. T
 
 Every engine loads the same folder, which has the shape's config and random weights. The engines run one after the other, each
 in a separate process with a share of --budget seconds for each shape; workloads that do not end in time are left out. Before a
-workload is timed, an engine answers it once with half the tokens, which compiles and captures what it needs ("first"). Ours
-answers it twice, because it captures a step with prompts when its shape occurs again; vLLM captures everything at start-up.
+workload is timed, an engine answers it with half the tokens, which compiles and captures what it needs ("first"). Ours and vLLM
+answer it twice ("again"): ours captures a step with prompts when its shape occurs again, and vLLM compiles kernels on the way.
 vLLM needs 90 to 100 s to start on one H200, so allow 245 s for 0.6B and 290 s for 8B. generate_batch takes minutes for A at
 0.6B: use `--requests 16` with it, and do not use it for 8B.
 """
