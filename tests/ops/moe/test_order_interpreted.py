@@ -18,7 +18,7 @@ def routed(tokens: int, top_k: int) -> tuple[Product, torch.Tensor]:
     return of_experts("float", 40, 24, num_experts=7, top_k=top_k, tokens=tokens, arch=80), index
 
 
-@pytest.mark.parametrize(("tokens", "top_k"), [(1, 1), (40, 3), (64, 8)])
+@pytest.mark.parametrize(("tokens", "top_k"), [(1, 1), (40, 3), (64, 8), (1100, 8)])
 def test_pairs_are_sorted_by_expert_and_then_by_place(tokens: int, top_k: int) -> None:
     product, index = routed(tokens, top_k)
     order, starts = plan_sort(product)(index)
