@@ -25,6 +25,7 @@ training of vLLM and TorchTitan (2025).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -70,6 +71,8 @@ from fa_serve.spec import TREE_SPLITS, ParameterError, UnsupportedModelError
 
 EXPERTS_NAME = "fa_serve_exact"
 """The name of the experts implementation in transformers that replaces "fa_serve" within the context."""
+CHECKPOINTING = "_gradient_checkpointing_func"
+"""The attribute of a module of transformers that holds the function by which it checkpoints its layers."""
 GREEDY_TEMPERATURE = 1e-6
 """Below this temperature an engine takes the most likely token, and reports log-probabilities of temperature 1."""
 
@@ -153,6 +156,10 @@ class ExactForward:
         # as in a rollout, which computes in the dtype of the parameters
         context.enter_context(torch.autocast(self.model.device.type, enabled=False))
         context.enter_context(DeterministicMode(backward=self._deterministic_backward))
+        for module in self.model.modules():
+            if CHECKPOINTING in vars(module):
+                context.callback(setattr, module, CHECKPOINTING, getattr(module, CHECKPOINTING))
+                setattr(module, CHECKPOINTING, _ExactCheckpoint(module, getattr(module, CHECKPOINTING)))
         self._entered.append((own, context, self._addresses))
         return self
 
@@ -234,6 +241,25 @@ def token_logprobs(logits: Tensor, tokens: Tensor, temperature: float = 1.0) -> 
         # to divide by a Python number, a GPU multiplies with its reciprocal; the sampler divides by a tensor
         scores = scores / torch.full((), temperature, dtype=torch.float32, device=logits.device)
     return scores.gather(-1, tokens[..., None])[..., 0] - scores.logsumexp(dim=-1)
+
+
+class _ExactCheckpoint(NamedTuple):
+    """The function by which a module checkpoints its layers, within the context. own: the module's function outside of it"""
+
+    module: nn.Module
+    own: Callable[..., Any]
+
+    def __call__(self, layer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return self.own(partial(self._compute, layer), *args, **kwargs)
+
+    def _compute(self, layer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call the layer, in the forward or again in the backward pass, which needs the implementations of the context."""
+        if not isinstance(getattr(self.module, CHECKPOINTING), _ExactCheckpoint):
+            raise UnsupportedModelError(
+                f"a checkpointed layer of an exact forward ({type(self.module).__name__}) is computed again outside of "
+                "fa_serve.exact: call backward() inside of the context, or turn gradient checkpointing off"
+            )
+        return layer(*args, **kwargs)
 
 
 class _Rows(NamedTuple):

@@ -173,14 +173,63 @@ def test_values_that_are_not_finite_reach_no_other_request(make_engine, attack, 
     engine.check_integrity()
 
 
-def test_a_request_that_is_not_finite_withdraws_the_pages_that_it_shared(make_engine) -> None:
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("tokens", [64, 16])
+def test_a_request_is_right_that_shares_pages_with_one_that_is_not_finite(make_engine, tokens, depth) -> None:
+    """Kernels multiply hidden values by 0, so a token that is not finite spoils the tokens before it, which requests share."""
+    model = make_model()
+    common = [*range(20, 45)]
+    asked = {"bad": [*common, 5, 6, 7], "good": [*common, 8, 9], "bad too": [*common, 8, 5], "good too": [*common, 9]}
+    expected = {name: greedy(model, prompt, 12) if "good" in name else [] for name, prompt in asked.items()}
+    model.get_input_embeddings().weight.data[5] = float("nan")
+    engine = make_engine(model=model, max_num_batched_tokens=tokens)
+    engine._steps.depth = depth
+    for name, prompt in asked.items():
+        engine.add_request(name, prompt, GREEDY)
+    got = {name: [] for name in asked}
+    ended = {}
+    while engine.has_unfinished():
+        for output in engine.step():
+            assert output.token_ids or output.finished, "an empty output"
+            got[output.request_id] += output.token_ids
+            ended |= {output.request_id: output.error and output.error.code} if output.finished else {}
+        engine.check_integrity()
+    assert got == expected
+    assert ended == {"bad": "not_finite", "good": None, "bad too": "not_finite", "good too": None}
+
+
+@pytest.mark.parametrize("failure", [torch.OutOfMemoryError("no room"), KeyboardInterrupt()], ids=["memory", "interrupt"])
+def test_a_step_that_fails_after_logits_that_are_not_finite_is_computed_again(make_engine, monkeypatch, failure) -> None:
+    """Masks follow the tokens of the step before, so a request has been put back when the sampling fails."""
     model = make_model()
     engine = make_engine(model=model)
     prompt = [5, *range(20, 45)]
-    engine.generate([prompt], GREEDY)
+    expected = [answer.token_ids for answer in engine.generate([prompt, [8, 9]], [FORCED, GREEDY])]
+    engine._steps.depth = 1
+    for kv_cache in (x for pair in engine._runner.kv_caches.values() for x in pair):
+        kv_cache.fill_(float("nan"))
+    engine.add_request("shares", prompt, FORCED)
+    engine.add_request("other", [8, 9], GREEDY)
+    outputs = engine.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._runner, "sample", Mock(side_effect=failure))
+        with suppress(KeyboardInterrupt):
+            outputs += engine.step()
+    engine.check_integrity()
+    while engine.has_unfinished():
+        outputs += engine.step()
+    got = {name: [t for x in outputs if x.request_id == name for t in x.token_ids] for name in ("shares", "other")}
+    assert [*got.values()] == expected
+
+
+def test_a_request_that_finds_pages_that_are_not_finite_withdraws_them_and_is_computed_again(make_engine) -> None:
+    model = make_model()
+    engine = make_engine(model=model)
+    prompt = [5, *range(20, 45)]
+    expected = engine.generate([prompt], BIASED)[0].token_ids
     for kv_cache in (x for pair in engine._runner.kv_caches.values() for x in pair):
         kv_cache.fill_(float("nan"))
     completion = engine.generate([prompt], BIASED)[0]
-    assert (completion.error.code, completion.num_cached_tokens) == ("not_finite", 24)
+    assert (completion.token_ids, completion.num_cached_tokens) == (expected, 0)
     completion = engine.generate([prompt], BIASED)[0]
-    assert (completion.error, completion.num_cached_tokens) == (None, 0)
+    assert (completion.token_ids, completion.num_cached_tokens) == (expected, 24)

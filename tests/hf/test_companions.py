@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,19 @@ def test_states_of_a_patched_model_whose_weights_are_offloaded(name: str) -> Non
     cu_seqlens = torch.tensor([0, 5, 12], dtype=torch.int32)
     told = {"cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens, "max_length_q": 7, "max_length_k": 7}
     assert_same(model(input_ids=ids, use_cache=False, **told).logits, expected)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["qwen3-next", "mamba2"])
+def test_a_model_with_states_is_patched_before_it_is_offloaded(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    accelerate = pytest.importorskip("accelerate")
+    model = hybrids.BY_NAME[name].build()
+    ids = tokens(1, 12)
+    expected = model(input_ids=ids).logits
+    fa_serve.patch(accelerate.cpu_offload(model, execution_device="cpu"))
+    told = f"weights of {type(model).__name__} are offloaded, .*: call fa_serve.patch before accelerate offloads the weights"
+    assert re.search(told, caplog.text)
+    assert_same(model(input_ids=ids).logits, expected)
 
 
 def quantised(kind: str) -> Any:

@@ -29,7 +29,7 @@ from fa_serve.hf.live_model import parameters_in
 from fa_serve.hf.surgery.fuse.layer import FusedLayer, HeadsAttention, LayerStep
 from fa_serve.hf.surgery.fuse.parts import FusedProduct
 from fa_serve.ops.deterministic import DeterministicMode
-from fa_serve.spec import UnsupportedError
+from fa_serve.spec import UnsupportedError, UnsupportedModelError
 
 FAMILIES = ["llama", "qwen3", "qwen3-moe", "qwen2-moe", "gemma3", "olmo2"]
 IDS = torch.arange(5, 29).view(2, 12)
@@ -201,6 +201,25 @@ def test_a_checkpoint_changes_no_bit_of_a_gradient(family: str, reentrant: bool)
     found = trained(model)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
+
+
+@pytest.mark.parametrize("reentrant", [False, True], ids=["hooks", "reentrant"])
+@pytest.mark.parametrize("fusion", [False, True], ids=["own", "fused"])
+def test_a_checkpoint_is_not_computed_again_outside_of_the_context(fusion: bool, reentrant: bool) -> None:
+    model = make("llama").train()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    own = [layer._gradient_checkpointing_func for layer in model.model.layers]
+    with fa_serve.exact(model, page_size=4, fusion=fusion):
+        total = loss(model)
+    with pytest.raises(UnsupportedModelError, match=r"call backward\(\) inside of the context"):
+        total.backward()
+    assert [layer._gradient_checkpointing_func for layer in model.model.layers] == own
+    with fa_serve.exact(model, page_size=4, fusion=fusion):
+        total = loss(model)
+    with fa_serve.exact(model, page_size=4, fusion=fusion):
+        total.backward()
+    loss(model).backward()
 
 
 def test_a_graph_may_be_kept_and_second_derivatives_are_refused() -> None:

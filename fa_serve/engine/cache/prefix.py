@@ -19,7 +19,7 @@ hashes of pages (pages.py), and what is evicted (pages.py and states.py).
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -102,7 +102,8 @@ class Prefix:
         pages = self._pages
         self._hash_pages(sequence)
         # The last token is always computed, because its logits are needed. For prompt_logprobs all tokens are computed.
-        known = 0 if sequence.num_prompt_logits(2) else (sequence.num_tokens - 1) // pages.page_size
+        searched = sequence.shares and not sequence.num_prompt_logits(2)
+        known = (sequence.num_tokens - 1) // pages.page_size if searched else 0
         hashes = sequence.page_hashes[:known]
         found = pages.match(hashes)
         if self._tier is not None:
@@ -393,6 +394,12 @@ class Prefix:
         if self._states is not None:
             for held in sequence.held_states:
                 self._states.release(held.state)
+
+    def release_states(self, states: Iterable[int]) -> None:
+        """Sequences do not hold these states any more. Nothing is read from `states` for a model without states."""
+        if self._states is not None:
+            for state in states:
+                self._states.release(state)
 
     def release_before_window(self, sequence: SequenceState, first_key: int) -> None:
         """A sequence releases the pages before `first_key`, the first key of the first tile that it may still attend to."""

@@ -25,7 +25,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from fa_serve.engine.config import EngineConfig
-from fa_serve.engine.errors import EngineDeadError, RequestError, cause_of
+from fa_serve.engine.errors import EngineAsleepError, EngineDeadError, RequestError, cause_of
 from fa_serve.engine.events import OnPhase
 from fa_serve.engine.images.prompt import ImageInput
 from fa_serve.engine.parallel.follower_main import follow_if_not_rank_0
@@ -33,7 +33,7 @@ from fa_serve.engine.pooling.inputs import EncoderInputs, InputReader
 from fa_serve.engine.pooling.params import EncoderCard, PoolingParams
 from fa_serve.engine.process.controls import PAUSE_MODES, Control, ControlName, PauseMode, Reply
 from fa_serve.engine.process.engine_loop import Abort, Add, Encode, LoadAdapter, StepOutputs
-from fa_serve.engine.process.mailbox import Mailbox
+from fa_serve.engine.process.mailbox import Mailbox, discard_unread
 from fa_serve.engine.process.parent import STOP_SECONDS, OnDeath, OnOutputs, ProcessWorker, Pulse, ThreadWorker, Worker
 from fa_serve.engine.process.pipe import Ready
 from fa_serve.engine.request.outputs import RequestOutput
@@ -49,9 +49,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("fa_serve.engine")
 LOOK_SECONDS = 0.02
 """How often a pause checks whether requests in flight have ended."""
-MAX_UNREAD = 1 << 21
-"""Log-probabilities that may wait in all mailboxes together. Each takes about 110 bytes."""
-UNREAD = RequestError("unread", "its outputs were not read in time, and too many unread log-probabilities had accumulated")
+NEVER_END = (
+    "requests in flight cannot end while the engine is asleep: call wake_up() first, or pause with mode 'keep' or 'abort'"
+)
 
 
 class AsyncEngine:
@@ -352,7 +352,7 @@ class AsyncEngine:
             yield name, mailbox, worker
         finally:
             del self._mailboxes[name], self._names[request_id]
-            if mailbox.sent and mailbox.unfinished:
+            if mailbox.in_flight:
                 worker.send(Abort(name))
 
     async def abort(self, request_id: str) -> None:
@@ -371,19 +371,26 @@ class AsyncEngine:
         mode: "abort" ends requests in flight with the tokens that they have, "wait" waits for their end, and "keep" leaves them
               as they are, with their pages, so that they go on after `resume`
 
-        Raises ParameterError for an unknown mode and for an encoder, and EngineDeadError when the engine has ended.
+        Raises ParameterError for an unknown mode and for an encoder, EngineDeadError when the engine has ended, and
+        EngineAsleepError for "wait" while requests in flight sleep; such a call changes nothing.
         """
         if mode not in PAUSE_MODES:
             raise ParameterError("mode", f"be {', '.join(PAUSE_MODES)}", mode)
         if not self.is_alive or self.ready.card is not None:
             await self._control("pause")  # which raises, before requests wait or are aborted
+        was_paused = self._is_paused
+        if mode == "wait" and not self.is_asleep:
+            await self._control("resume")  # an earlier pause may have kept requests, which cannot end before they go on
         self._is_paused = True
         self._open_or_close()
         if mode == "abort":
             for request_id, name in [*self._names.items()]:
                 if self._mailboxes[name].sent:  # those that are not sent yet wait for `resume`
                     await self.abort(request_id)
-        while mode == "wait" and any(mailbox.sent for mailbox in self._mailboxes.values()) and self._is_paused:
+        while mode == "wait" and any(mailbox.in_flight for mailbox in self._mailboxes.values()) and self._is_paused:
+            if self.is_asleep:
+                self._is_paused = was_paused
+                raise EngineAsleepError(NEVER_END)
             await asyncio.sleep(LOOK_SECONDS)
         if self._is_paused:  # `resume` may have been called meanwhile
             await self._control("pause")
@@ -468,18 +475,9 @@ class AsyncEngine:
             if mailbox is not None and output.index in mailbox.unfinished:
                 mailbox.put(output)
                 has_logprobs = has_logprobs or bool(output.logprobs)
-        if has_logprobs:
-            self._bound_unread()
-
-    def _bound_unread(self) -> None:
-        """End the requests with the most log-probabilities that wait, while there are too many of them."""
-        total = sum(mailbox.unread for mailbox in self._mailboxes.values())
-        while total > MAX_UNREAD:
-            name, largest = max(self._mailboxes.items(), key=lambda item: item[1].unread)
-            total -= largest.unread
-            if largest.unfinished and self._worker is not None:
+        if has_logprobs and self._worker is not None:
+            for name in discard_unread(self._mailboxes):
                 self._worker.send(Abort(name))
-            largest.discard(name, UNREAD)
 
     def _end_all(self, error: EngineDeadError) -> None:
         """End every unfinished request with an error, and let later ones raise it."""

@@ -11,10 +11,14 @@ that waits. Used only on the event loop, by async_engine.py.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from fa_serve.engine.errors import RequestError
 from fa_serve.engine.request.outputs import FinishReason, RequestOutput, TokenLogprob
+
+MAX_UNREAD = 1 << 21
+"""Log-probabilities that may wait in all mailboxes together. Each takes about 110 bytes."""
+UNREAD = RequestError("unread", "its outputs were not read in time, and too many unread log-probabilities had accumulated")
 
 
 class Mailbox:
@@ -33,6 +37,11 @@ class Mailbox:
         self._error: Exception | None = None
         # wakes the only consumer; an asyncio.Event would cost more
         self._waiting: asyncio.Future[None] | None = None
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether the worker has the request, and has not ended all of its answers."""
+        return self.sent and bool(self.unfinished)
 
     def put(self, output: RequestOutput) -> None:
         """Add an output and wake the consumer."""
@@ -88,6 +97,22 @@ class Mailbox:
         self.unread = 0
         self.unfinished = set()
         self._wake()
+
+
+def discard_unread(mailboxes: Mapping[str, Mailbox]) -> list[str]:
+    """End the requests with the most log-probabilities that wait, while there are too many of them.
+
+    mailboxes: of all requests, by name. Returns the names of those that the worker still computes.
+    """
+    unfinished = []
+    total = sum(mailbox.unread for mailbox in mailboxes.values())
+    while total > MAX_UNREAD:
+        name, largest = max(mailboxes.items(), key=lambda item: item[1].unread)
+        total -= largest.unread
+        if largest.unfinished:
+            unfinished.append(name)
+        largest.discard(name, UNREAD)
+    return unfinished
 
 
 def ended_output(name: str, index: int, reason: FinishReason, error: RequestError | None) -> RequestOutput:

@@ -1,7 +1,7 @@
 """Whether there is room for a waiting sequence. Plain Python, no torch.
 
     admission = Admission(waiting, running, prefix, slots)     # of a scheduler, which changes them
-    admission.fits(sequence, prefix.shared(sequence))
+    shared = admission.prefix_of(sequence)   # None: it has to wait
     admission.has_room()                     # for the first sequence of the queue
 
 Left out: what sequences take when they are admitted, and which ones are preempted (scheduler.py).
@@ -34,6 +34,16 @@ class Admission:
         if first.num_pending or shared.is_coming:
             return True
         return bool(self._slots) and self.fits(first, shared, self._prefix.growth(self._running))
+
+    def prefix_of(self, sequence: SequenceState) -> SharedPrefix | None:
+        """What a waiting sequence shares if it is admitted now; None if it has to wait."""
+        if sequence.num_pending:
+            return None  # it was preempted with a pending token, which the device keeps for no sequence without a slot
+        shared = self._prefix.shared(sequence)
+        if shared.awaited or not self.fits(sequence, shared):
+            return None
+        shared = self._prefix.complete(sequence, shared)
+        return None if shared.awaited else shared
 
     def fits(self, sequence: SequenceState, shared: SharedPrefix, growth: Room = NOTHING) -> bool:
         """Whether the room suffices for a waiting sequence after the running ones have taken `growth`.

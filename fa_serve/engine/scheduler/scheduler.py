@@ -105,7 +105,7 @@ class Scheduler:
         self._drafts = StepDrafts(self.speculation, self._prefix, self.running, self._grow_to)
         self.sequences: dict[str, SequenceState] = {}
         self.num_preemptions = 0
-        self._num_steps = 0
+        self._newest = ScheduledBatch()  # the last one that was scheduled
         self._now = 0.0  # the time on the clock of arrivals, estimated from arrivals and the durations of steps
         self._slots = list(range(max_num_seqs - 1, -1, -1))
         self._admission = Admission(self.waiting, self.running, self._prefix, self._slots)
@@ -162,13 +162,12 @@ class Scheduler:
 
     def schedule(self) -> ScheduledBatch:
         """The next step's tokens. The batch is empty when there is nothing to compute."""
-        self._num_steps += 1
         self._prefix.begin_step()
         self.towers.begin_step()
         self.towers.set_aside(self.waiting, self._prefix.num_cached)
         self._reclaim()
         self._make_room()
-        batch = ScheduledBatch(number=self._num_steps, max_tokens=self.max_num_batched_tokens)
+        self._newest = batch = ScheduledBatch(number=self._newest.number + 1, max_tokens=self.max_num_batched_tokens)
         self._drafts.prepare()
         prompts, num_decoding = self._continue_decoding(batch)
         for sequence in self.towers.encode(batch, chain(prompts, self.waiting), num_decoding, self.prompt_share, self._now):
@@ -213,17 +212,15 @@ class Scheduler:
                 draws = draws[: accepted + 1]
             new_tokens, end = sequence.up_to_its_end(draws)
             sequence.receive(new_tokens, accepted)
-            gained[sequence] = new_tokens
             self._prefix.offer(sequence)
-            if end is None:
-                continue
-            if end < 0:
-                self._end_without_token(sequence, end)
-            else:
+            if end is not None and end < 0:
+                self._end_without_token(chunk, end)
+            elif end is not None:
                 self.finish(sequence, "stop" if end in sequence.request.end_ids else "length")
-        if self.states is not None:  # some had to be kept until this step was committed or undone
-            for state in chain.from_iterable(chunk.sequence.take_spent(batch.number) for chunk in batch.chunks):
-                self.states.release(state)
+            if not chunk.postponed:
+                gained[sequence] = new_tokens
+        spent = chain.from_iterable(chunk.sequence.take_spent(batch.number) for chunk in batch.chunks)
+        self._prefix.release_states(spent)  # some had to be kept until this step was committed or undone
         return gained
 
     def abort(self, request_id: str) -> SequenceState | None:
@@ -294,7 +291,7 @@ class Scheduler:
     def postpone(self, chunk: Chunk) -> None:
         """A launched step cannot sample for this chunk, which ends with the last token. A later step recomputes that token."""
         chunk.postponed = True
-        chunk.sequence.postpone(self._num_steps)
+        chunk.sequence.postpone(self._newest.number)
 
     def finish(self, sequence: SequenceState, reason: FinishReason, error: RequestError | None = None) -> None:
         """End a sequence and release what it holds.
@@ -443,13 +440,8 @@ class Scheduler:
 
     def _admit(self, sequence: SequenceState) -> bool:
         """Give a waiting sequence a slot and pages, shared pages first. Returns False if it has to wait."""
-        if sequence.num_pending:
-            return False  # it was preempted with a pending token, which the device keeps for no sequence without a slot
-        shared = self._prefix.shared(sequence)
-        if shared.awaited or not self._admission.fits(sequence, shared):
-            return False
-        shared = self._prefix.complete(sequence, shared)
-        if shared.awaited:
+        shared = self._admission.prefix_of(sequence)
+        if shared is None:
             return False
         self._prefix.acquire(sequence, shared)
         pages = shared.pages + self.pages.allocate(self.pages.pages_for(sequence.num_tokens) - len(shared.pages))
@@ -457,11 +449,19 @@ class Scheduler:
         self.towers.want(sequence, sequence.num_computed)
         return True
 
-    def _end_without_token(self, sequence: SequenceState, token: int) -> None:
-        """End a sequence for which the sampler found no token, and say why."""
+    def _end_without_token(self, chunk: Chunk, token: int) -> None:
+        """End a sequence for which the sampler found no token, and say why. If pages that others have computed may be the
+        cause, because they are not finite, it is computed again without them."""
+        sequence = chunk.sequence
         if token == INVALID_TOKEN:
-            # The values that are not finite may come from any of its pages, including those that others have computed.
             self._prefix.withdraw_all(sequence)
+            if sequence.relies_on_others:
+                chunk.postponed = True
+                sequence.share_nothing()
+                self._requeue(sequence, 0)
+                for later in self._newest.chunks_of([sequence]):
+                    self._undo(later)
+                return
         self.finish(sequence, "error", WITHOUT_TOKEN[token])
 
     def _undo(self, chunk: Chunk) -> None:
@@ -469,11 +469,12 @@ class Scheduler:
         sequence = chunk.sequence
         if sequence.finished:
             return
-        self._prefix.withdraw(sequence, chunk.start)
         if chunk.num_samples and not chunk.postponed:
             chunk.postponed = True
             sequence.receive()
-        self._requeue(sequence, chunk.start)
+        if sequence.slot >= 0:  # else it waits again already
+            self._prefix.withdraw(sequence, chunk.start)
+            self._requeue(sequence, chunk.start)
 
     def _requeue_new(self, sequences: Iterable[SequenceState]) -> None:
         """Take back the slots of the sequences for which the step had no room left."""

@@ -47,6 +47,7 @@ class SequenceState:
     num_drafts:   guesses of the tokens after the last one, which the step in flight verifies
     num_cached_tokens: prompt tokens whose keys and values were found in the prefix cache when the request was first admitted
     num_shared:   leading pages that were found in the prefix cache
+    shares:       whether the prefix cache may be searched for it
     num_offered:  leading pages that are registered in the prefix cache; or NEVER_OFFERED
     num_released: leading pages that lie before the window of every layer and are not held any more
     num_at_start: tokens that were known when the sequence was admitted last; 0 if it never was
@@ -73,6 +74,7 @@ class SequenceState:
     num_drafts: int = 0
     num_cached_tokens: int = 0
     num_shared: int = 0
+    shares: bool = True
     num_offered: int = 0
     num_released: int = 0
     num_at_start: int = 0
@@ -148,6 +150,11 @@ class SequenceState:
         values. Shared pages are confirmed by the sequence that has computed them.
         """
         return len(self.tokens) - 1 if len(self.tokens) > self.num_at_start else 0
+
+    @property
+    def relies_on_others(self) -> bool:
+        """Whether it has read pages of others, and no token since has shown that they are finite."""
+        return self.num_shared > 0 and not self.num_confirmed
 
     def num_prompt_logits(self, length: int) -> int:
         """For how many of the next `length` tokens `prompt_logprobs` needs logits."""
@@ -286,6 +293,10 @@ class SequenceState:
     def keep_to_itself(self) -> None:
         """Register no page that the sequence holds or fills, until the sequence is computed again from its first token on."""
         self.num_offered = NEVER_OFFERED
+
+    def share_nothing(self) -> None:
+        """Compute all tokens of this sequence itself from now on, whenever it is admitted."""
+        self.shares = False
 
     def release_before(self, num_pages: int) -> None:
         """The first `num_pages` pages are not held any more."""

@@ -21,7 +21,6 @@ import torch
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
 
-from fa_serve.hf.surgery.quantised.linear import TOP_K
 from fa_serve.hf.weights.expert_files import check_experts_agree
 from fa_serve.hf.weights.headers import headers
 from fa_serve.named_files import ADAPTER_FILES
@@ -30,8 +29,6 @@ from fa_serve.spec import ParameterError
 FEW_LAYERS = 256
 """With this many layers or fewer, the files are not opened to count their tensors."""
 MAX_REASON = 200  # characters of another library's error
-EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-"""Names that configs use for the number of experts that are chosen from."""
 
 
 def find_model_folder(path: str) -> Path | None:
@@ -81,20 +78,6 @@ def require_tensors_for_layers(path: str, known: Any) -> None:
     if layers > tensors:
         rule = f"be at most the number of tensors in the files of {folder}, {tensors}"
         raise ParameterError("num_hidden_layers", rule, layers)
-
-
-def require_enough_experts(known: Any) -> None:
-    """Raise ParameterError if a config of a mixture chooses no expert for a token, or more than there are.
-
-    No forward can compute more. With none, transformers adds nothing for the experts, and the tokens have no meaning.
-    """
-    config = known.get_text_config()
-    counts = [getattr(config, name, None) for name in EXPERT_COUNTS]
-    most = max((count for count in counts if isinstance(count, int)), default=0)
-    for name in TOP_K:
-        chosen = getattr(config, name, None)
-        if isinstance(chosen, int) and most > 0 and not 1 <= chosen <= most:
-            raise ParameterError(name, f"be between 1 and {most}, the number of experts in the model's config.json", chosen)
 
 
 def require_readable_config(path: str, name: str) -> None:

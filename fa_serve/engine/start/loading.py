@@ -46,7 +46,6 @@ from fa_serve.engine.start.bad_files import (
     name_bad_file,
     name_bad_folder,
     require_any_file,
-    require_enough_experts,
     require_readable_config,
     require_tensors_for_layers,
 )
@@ -70,6 +69,7 @@ from fa_serve.hf import (
 from fa_serve.hf.encoders.folder import transformer_subfolder
 from fa_serve.hf.model_location import TOKENIZER_FILES, WEIGHT_FILES, find_model
 from fa_serve.hf.surgery.quantised.linear import check_report, finish_weights, quantized_elsewhere, with_quantized_linears
+from fa_serve.hf.weights.expert_files import require_enough_experts
 from fa_serve.hf.weights.float_files import check_float_files
 from fa_serve.hf.weights.progress import weights_counted
 from fa_serve.named_files import GENERATION_CONFIG

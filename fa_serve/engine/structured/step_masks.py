@@ -51,7 +51,7 @@ def step_masks(grammars: Grammars, batch: ScheduledBatch, states: Mapping[str, O
     first = 0
     for index, chunk in enumerate(batch.chunks):
         state = states.get(chunk.sequence.request.request_id)
-        if chunk.num_samples and state is not None and state.matcher is not None:
+        if chunk.num_samples and not chunk.postponed and state is not None and state.matcher is not None:
             rows += range(first, first + chunk.num_samples)
             indices.append(index)
             constrained.append(state)

@@ -115,7 +115,8 @@ def _wrap_methods() -> None:
     @functools.wraps(switch)
     def set_attn_implementation(self: PreTrainedModel, attn_implementation: Any, *args: Any, **kwargs: Any) -> Any:
         asked = attn_implementation.values() if isinstance(attn_implementation, dict) else (attn_implementation,)
-        for part in self.modules() if {NAME, PAGED_NAME} & set(asked) else ():
+        names = {NAME, PAGED_NAME} & set(asked)
+        for part in self.modules() if names else ():
             if isinstance(part, PreTrainedModel):
                 with contextlib.suppress(UnsupportedModelError):
                     read_source(type(part))
@@ -124,6 +125,8 @@ def _wrap_methods() -> None:
             result = switch(self, attn_implementation, *args, **kwargs)
             if isinstance(attn_implementation, str):
                 _switch_copies(self)
+            if names and all(config._attn_implementation not in names for config, _ in _configs(self)):
+                check_class(type(self))  # transformers has only warned, and switched no part
         except UnsupportedModelError:
             # transformers has switched the parts before the one that is refused, and marked them as done
             for config, implementation in before:

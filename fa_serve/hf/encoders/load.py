@@ -33,6 +33,7 @@ from fa_serve.hf.adapter.models import NAME
 from fa_serve.hf.encoders.folder import EncoderFolder, EncoderTask
 from fa_serve.hf.encoders.modules import check_sizes, load_modules
 from fa_serve.hf.encoders.packed import PackedModel
+from fa_serve.hf.weights.expert_files import require_enough_experts
 from fa_serve.hf.weights.float_files import check_float_files
 from fa_serve.spec import ParameterError, UnsupportedModelError
 
@@ -64,9 +65,9 @@ class LoadedEncoder:
 def load_encoder(folder: EncoderFolder, *, dtype: str, device: torch.device, trust_remote_code: bool = False) -> LoadedEncoder:
     """Load what the folder asks for. fa_serve computes the attention if the model's attention can be replaced.
 
-    Raises ParameterError for a folder that fa_serve does not compute, for weights of the transformer or its head that are
-    missing or quantised without a quantization_config, and for weights of a module after it that do not fit, and OSError for a
-    module without its files. Errors of transformers propagate.
+    Raises ParameterError for a folder that fa_serve does not compute, for a mixture that chooses more experts than it has, for
+    weights of the transformer or its head that are missing or quantised without a quantization_config, and for weights of a
+    module after it that do not fit, and OSError for a module without its files. Errors of transformers propagate.
     """
     found = _load(folder, dtype, device, trust_remote_code)
     model = cast(PreTrainedModel, cast(nn.Module, found).to(device).eval().requires_grad_(False))
@@ -85,7 +86,9 @@ def _load(folder: EncoderFolder, dtype: str, device: torch.device, trust_remote_
     words: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     if folder.subfolder:
         words["subfolder"] = folder.subfolder
-    config, kind = encoder_class(AutoConfig.from_pretrained(folder.path, **words), folder.task)
+    known = AutoConfig.from_pretrained(folder.path, **words)
+    require_enough_experts(known)
+    config, kind = encoder_class(known, folder.task)
 
     def load(attention: str | None) -> PreTrainedModel:
         own = {} if attention is None else {"attn_implementation": attention}

@@ -51,21 +51,19 @@ class TokenPooling(nn.Module):
 
     def forward(self, hidden: Tensor, inputs: PackedInputs, skipped: Integers | None = None) -> Tensor:
         """hidden: (total, size) -> (sequences, size * number of modes). skipped: number of prompt tokens of each sequence"""
-        lengths = inputs.cu_seqlens.diff().long()
-        places = inputs.positions
-        rows = hidden
-        skip = None
+        prompts = None
         if skipped is not None and not self.include_prompt and skipped.any():
-            skip, kept = _without_prompts(inputs, skipped, hidden.device)
-            rows, places, lengths = hidden[kept], places[kept], lengths - skip
+            prompts = _without_prompts(inputs, skipped, hidden.device)
+        included = None
         vectors = []
         for mode in self.modes:
             if mode == "cls":
-                vectors.append(hidden[inputs.first if skip is None else inputs.first + skip])
+                vectors.append(hidden[inputs.first if prompts is None else inputs.first + prompts[0]])
             elif mode == "lasttoken":
                 vectors.append(hidden[inputs.last])
             else:
-                vectors.append(_reduced(mode, rows, places, lengths))
+                included = included or _included(hidden, inputs, prompts)  # launches that the modes above do not need
+                vectors.append(_reduced(mode, *included))
         return vectors[0] if len(vectors) == 1 else torch.cat(vectors, dim=-1)
 
 
@@ -83,6 +81,15 @@ def _without_prompts(inputs: PackedInputs, skipped: Integers, device: torch.devi
     numbers = numbers.pin_memory() if device.type == "cuda" else numbers
     there = numbers.to(device, non_blocking=True)
     return there[: len(skip)], there[len(skip) :]
+
+
+def _included(hidden: Tensor, inputs: PackedInputs, prompts: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor, Tensor]:
+    """rows, places and lengths for `_reduced`. prompts: what `_without_prompts` returns; None if no token is left out"""
+    lengths = inputs.cu_seqlens.diff().long()
+    if prompts is None:
+        return hidden, inputs.positions, lengths
+    skip, kept = prompts
+    return hidden[kept], inputs.positions[kept], lengths - skip
 
 
 def _reduced(mode: str, rows: Tensor, places: Tensor, lengths: Tensor) -> Tensor:

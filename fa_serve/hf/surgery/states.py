@@ -67,13 +67,19 @@ LENGTHS = (51, 21)
 def patch_states(model: PreTrainedModel) -> None:
     """Give all modules with a state the forward of `PatchedMixer`. Modules that already have it keep it.
 
-    Raises UnsupportedModelError, with the module and the reason, if one of them cannot be patched.
+    Raises UnsupportedModelError, with the module and the reason, if one of them cannot be patched, and for a model of which
+    accelerate has offloaded weights.
     """
     modules = find_state_modules(model)
     numbers = {module: number for number, module in enumerate(modules)}
     found = [module for module in modules if patched_mixer(module) is None]
     if not found:
         return
+    if any(hasattr(part, "_hf_hook") for part in model.modules()) and any(x.is_meta for x in model.parameters()):
+        raise UnsupportedModelError(
+            f"weights of {type(model).__name__} are offloaded, so its states cannot be compared with those of fa_serve: call "
+            "fa_serve.patch before accelerate offloads the weights"
+        )
     refused: list[str] = []
     training = [module for module in model.modules() if module.training]
     try:

@@ -1,5 +1,6 @@
-"""Checks the experts of a model in the headers of a checkpoint's files.
+"""Checks the experts of a model in a checkpoint's config and in the headers of its files.
 
+    require_enough_experts(config)         # before the model is made
     check_expert_files(files, model)       # quantised experts, before any weight is read; names a tensor in a ParameterError
     check_experts_agree(headers(files))    # experts of floats, when their tensors could not be stacked
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,6 +25,24 @@ from fa_serve.spec import ParameterError
 _QUANTISED = {"qweight", "weight_g_idx", "weight_packed", "weight_scale", "weight_scale_inv"}
 """Names of tensors that mark a quantised matrix, each in some layout."""
 _OF_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.+)")
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+"""Names that configs use for the number of experts that are chosen from."""
+TOP_K = ("num_experts_per_tok", "top_k_experts", "moe_topk")
+"""Names that configs use for the number of experts that are chosen for a token."""
+
+
+def require_enough_experts(known: Any) -> None:
+    """Raise ParameterError if a config of a mixture chooses no expert for a token, or more than there are.
+
+    No forward can compute more. With none, transformers adds nothing for the experts, and the tokens have no meaning.
+    """
+    config = known.get_text_config()
+    counts = [getattr(config, name, None) for name in EXPERT_COUNTS]
+    most = max((count for count in counts if isinstance(count, int)), default=0)
+    for name in TOP_K:
+        chosen = getattr(config, name, None)
+        if isinstance(chosen, int) and most > 0 and not 1 <= chosen <= most:
+            raise ParameterError(name, f"be between 1 and {most}, the number of experts in the model's config.json", chosen)
 
 
 def check_expert_files(files: Sequence[str], model: nn.Module) -> None:

@@ -18,7 +18,7 @@ from streams import GREEDY, collect, until
 from tiny_models import greedy, make_model
 
 from fa_serve.engine import AsyncEngine, Engine, EngineConfig, EngineDeadError, RequestError, SamplingParams
-from fa_serve.engine.process import async_engine
+from fa_serve.engine.process import mailbox
 from fa_serve.spec import ParameterError
 
 
@@ -388,7 +388,7 @@ def test_an_abort_while_the_prompt_is_tokenized(make_engine, monkeypatch) -> Non
 
 def test_the_consumer_with_the_most_unread_log_probabilities_is_cut_off(make_engine, monkeypatch) -> None:
     """Its answers end with an error, nothing of it is kept, and another slow consumer loses nothing."""
-    monkeypatch.setattr(async_engine, "MAX_UNREAD", 100)
+    monkeypatch.setattr(mailbox, "MAX_UNREAD", 100)
 
     async def main():
         async with started(make_engine()) as engine:

@@ -117,6 +117,33 @@ async def test_a_pause_aborts_or_awaits_requests(make_engine: Callable[..., Engi
             await served.pause("stop")  # type: ignore[arg-type]
 
 
+async def test_a_pause_that_waits_is_refused_while_requests_sleep(make_engine: Callable[..., Engine]) -> None:
+    async with running(make_engine()) as served:
+        await served.sleep()
+        await asyncio.wait_for(served.pause("wait"), 30)  # no request is in flight
+        await served.wake_up()
+        await served.resume()
+        answer = Answer(served, "a")
+        await answer.begun.wait()
+        await served.sleep()
+        with pytest.raises(EngineAsleepError, match="cannot end while the engine is asleep"):
+            await asyncio.wait_for(served.pause("wait"), 30)
+        assert served.is_paused, "it sleeps"
+        await served.wake_up()
+        assert not served.is_paused, "a refused pause changes nothing"
+        assert await answer.end() == greedy(make_model(), PROMPT, 40)
+
+
+async def test_a_pause_that_waits_ends_one_that_keeps_requests(make_engine: Callable[..., Engine]) -> None:
+    async with running(make_engine()) as served:
+        answer = Answer(served, "a")
+        await answer.begun.wait()
+        await served.pause("keep")
+        await asyncio.wait_for(served.pause("wait"), 30)
+        assert await answer.end() == greedy(make_model(), PROMPT, 40)
+        assert served.is_paused
+
+
 async def test_weights_change_under_a_request(make_engine: Callable[..., Engine], tmp_path: Path) -> None:
     other = make_model()
     with torch.no_grad():

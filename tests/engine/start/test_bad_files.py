@@ -17,7 +17,6 @@ from fa_serve.engine.start.bad_files import (
     name_bad_file,
     name_bad_folder,
     require_any_file,
-    require_enough_experts,
     require_readable_config,
     require_tensors_for_layers,
 )
@@ -83,24 +82,6 @@ def test_a_config_has_no_more_layers_than_there_are_tensors(tmp_path: Path) -> N
     require_tensors_for_layers(str(tmp_path), config(FEW_LAYERS))
     with pytest.raises(ParameterError, match=r"num_hidden_layers must be at most the number of tensors in the files of .*, 1"):
         require_tensors_for_layers(str(tmp_path), config(FEW_LAYERS + 1))
-
-
-@pytest.mark.parametrize("count", ["num_experts", "num_local_experts", "n_routed_experts"])
-def test_a_config_chooses_an_expert_and_no_more_than_there_are(count: str) -> None:
-    def config(**fields: object) -> SimpleNamespace:
-        return SimpleNamespace(get_text_config=lambda: SimpleNamespace(**fields))
-
-    for chosen in (1, 6, None):
-        require_enough_experts(config(**{count: 6, "num_experts_per_tok": chosen}))
-    for without in (0, None):
-        for chosen in (0, 8):
-            require_enough_experts(config(**{count: without, "num_experts_per_tok": chosen}))
-    for chosen in (7, 0, -1):
-        rule = f"num_experts_per_tok must be between 1 and 6, the number of experts in .*, got {chosen}"
-        with pytest.raises(ParameterError, match=rule):
-            require_enough_experts(config(**{count: 6, "num_experts_per_tok": chosen}))
-    with pytest.raises(ParameterError, match="moe_topk must be between 1 and 6, "):  # of Aria
-        require_enough_experts(config(**{count: 6, "moe_topk": 7}))
 
 
 @pytest.mark.parametrize("content", ["{}", "[]", '{"peft_type": "LORA"}'])

@@ -76,6 +76,13 @@ def test_masks_are_for_the_rows_of_unfinished_structured_outputs() -> None:
     assert step_masks(grammars, ScheduledBatch(chunks[:1]), states) == StepMasks(), "no row has a mask"
 
 
+def test_a_chunk_whose_samples_are_not_used_has_no_masks_and_is_never_late() -> None:
+    """The step before it had logits that are not finite, so its sequence waits to be computed again."""
+    states = {"waits": make_state("waits", FakeMatcher())}
+    chunk = Chunk(states["waits"].sequence, slot=0, start=1, length=1, num_samples=1, postponed=True)
+    assert step_masks(FakeGrammars(), ScheduledBatch([chunk]), states) == StepMasks()
+
+
 def test_a_grammar_ends_an_answer_inside_its_tokens() -> None:
     states = {
         "one": make_state("one", FakeMatcher()),

@@ -96,6 +96,16 @@ def test_a_refused_switch_changes_nothing() -> None:
     assert implementations(model) == {"eager"}
 
 
+@pytest.mark.parametrize("asked", ["fa_serve", {"text_config": "fa_serve"}], ids=["all", "text"])
+@pytest.mark.parametrize("name", ["falcon", "blip"])
+def test_a_switch_that_reaches_no_part_is_refused(name: str, asked: Any) -> None:
+    """transformers only warns."""
+    model = tiny_model(name)
+    with pytest.raises(UnsupportedModelError, match=f"{type(model).__name__} computes its attention itself"):
+        model.set_attn_implementation(asked)
+    assert implementations(model) == {"eager"}
+
+
 def test_a_dict_switches_some_parts_only() -> None:
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = AutoConfig.for_model(

@@ -28,6 +28,14 @@ def test_a_model_with_its_own_attention_is_padded(tmp_path) -> None:
     assert loaded.max_positions == 48  # of 50, because positions begin behind that of the padding
 
 
+def test_a_mixture_that_chooses_more_experts_than_it_has_is_refused(tmp_path) -> None:
+    path = save_encoder(tmp_path)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"num_experts": 4, "num_experts_per_tok": 5}))
+    with pytest.raises(ParameterError, match="num_experts_per_tok must be between 1 and 4"):
+        load_encoder(read_folder(str(path), "embed"), dtype="float32", device=CPU)
+
+
 @pytest.mark.parametrize("told", [True, False])
 def test_t5_is_loaded_without_a_decoder(tmp_path, told: bool) -> None:
     """Folders of sentence-transformers say that T5 has a decoder. A T5EncoderModel that was saved says that it has none."""

@@ -7,6 +7,7 @@ import pytest
 import torch
 from encoder_folders import TEXTS, save_encoder
 from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fa_serve.engine import Encoder, EngineConfig
 from fa_serve.hf.encoders.folder import EncoderFolder, EncoderModule, read_folder
@@ -42,6 +43,18 @@ def test_modules_are_those_of_sentence_transformers(tmp_path, modules) -> None:
     found = encoder.encode(TEXTS)
     assert found.shape == wanted.shape == (len(TEXTS), encoder.card.size)
     np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+class Operations(TorchDispatchMode):
+    """The names of the operators of PyTorch that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(function.overloadpacket.__name__)
+        return function(*args, **(kwargs or {}))
 
 
 @pytest.fixture
@@ -97,6 +110,14 @@ def test_tokens_are_left_out_without_asking_the_device(packed) -> None:
     there = inputs._replace(positions=inputs.positions.to("meta"), cu_seqlens=inputs.cu_seqlens.to("meta"))
     found = TokenPooling(["cls", "lasttoken"], False)(hidden.to("meta"), there, np.full(3, 2))
     assert found.shape == (3, 12)
+
+
+@pytest.mark.parametrize(("mode", "launches"), [("cls", ["_to_copy", "index"]), ("lasttoken", ["_to_copy", "sub", "index"])])
+def test_a_mode_that_reads_one_token_of_each_sequence_counts_none(packed, mode: str, launches: list[str]) -> None:
+    hidden, inputs = packed
+    with Operations() as seen:
+        TokenPooling([mode], True)(hidden, inputs)
+    assert [name for name in seen.names if name not in ("slice", "view")] == launches
 
 
 def test_modules_without_their_weights_are_refused(tmp_path) -> None:

@@ -1,8 +1,10 @@
-"""Checkpoints whose experts lack a tensor, differ, or are in a layout that is not loaded: refused by their headers."""
+"""Checkpoints whose experts lack a tensor, differ, or are in a layout that is not loaded: refused by their headers; and
+configs that choose more experts than there are."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from quantised_experts import write_fp8_block
 from safetensors.torch import load_file, save_file
 from tiny_models import make_model
 
-from fa_serve.hf.weights.expert_files import check_experts_agree
+from fa_serve.hf.weights.expert_files import check_experts_agree, require_enough_experts
 from fa_serve.hf.weights.headers import headers
 from fa_serve.spec import ParameterError
 
@@ -72,3 +74,21 @@ def test_a_tensor_of_an_expert_of_floats_is_named(tmp_path: Path, change: str) -
     save_file(tensors, file, {"format": "pt"})
     with pytest.raises(ParameterError, match=message):
         load(tmp_path)
+
+
+@pytest.mark.parametrize("count", ["num_experts", "num_local_experts", "n_routed_experts"])
+def test_a_config_chooses_an_expert_and_no_more_than_there_are(count: str) -> None:
+    def config(**fields: object) -> SimpleNamespace:
+        return SimpleNamespace(get_text_config=lambda: SimpleNamespace(**fields))
+
+    for chosen in (1, 6, None):
+        require_enough_experts(config(**{count: 6, "num_experts_per_tok": chosen}))
+    for without in (0, None):
+        for chosen in (0, 8):
+            require_enough_experts(config(**{count: without, "num_experts_per_tok": chosen}))
+    for chosen in (7, 0, -1):
+        rule = f"num_experts_per_tok must be between 1 and 6, the number of experts in .*, got {chosen}"
+        with pytest.raises(ParameterError, match=rule):
+            require_enough_experts(config(**{count: 6, "num_experts_per_tok": chosen}))
+    with pytest.raises(ParameterError, match="moe_topk must be between 1 and 6, "):  # of Aria
+        require_enough_experts(config(**{count: 6, "moe_topk": 7}))

@@ -40,8 +40,16 @@ from fa_serve.hf.surgery.divide.weights import sums_paused
 from fa_serve.hf.surgery.experts.scaled import ScaledExperts
 from fa_serve.hf.surgery.fuse.last_norm import FusedNorm, fuse_last_norms
 from fa_serve.hf.surgery.fuse.latent import LatentAttention, build_latent
-from fa_serve.hf.surgery.fuse.layer import FusedAttention, FusedLayer, LayerStep, Tables, build_heads, cos_and_sin
-from fa_serve.hf.surgery.fuse.mixers import DeltaMixer, MixerCall, StateStep, build_mixer, find_mixer
+from fa_serve.hf.surgery.fuse.layer import (
+    FusedAttention,
+    FusedLayer,
+    LayerStep,
+    Tables,
+    build_heads,
+    cos_and_sin,
+    hooks_not_called,
+)
+from fa_serve.hf.surgery.fuse.mixers import DeltaMixer, MixerCall, OwnMixer, StateStep, build_mixer, find_mixer
 from fa_serve.hf.surgery.fuse.mixture import fuse_mixtures
 from fa_serve.hf.surgery.fuse.parts import FusedProduct, gated_unit, norm_of, product_of
 from fa_serve.hf.surgery.fuse.rotary_tables import FusedRotaryTables, fuse_rotary_tables
@@ -218,6 +226,7 @@ def _assemble(
     if multiplier != 1.0 and hasattr(layer, "post_feedforward_layernorm"):
         raise NotReplacedError(f"it multiplies its parts by {multiplier} after they are normalised")
     unit = gated_unit(mlp)
+    called = [*([mlp] if unit is None else []), *([attention.module] if isinstance(attention, OwnMixer) else [])]
     return FusedLayer(
         original=partial(type(layer).forward, layer),
         index=index,
@@ -233,6 +242,7 @@ def _assemble(
         activation="" if unit is None else unit.activation,
         mlp=mlp,
         multiplier=multiplier,
+        hooks=hooks_not_called(layer, called),
     )
 
 

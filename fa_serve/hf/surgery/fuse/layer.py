@@ -12,9 +12,10 @@ Left out: which layers can be computed like this (fusion.py), how their projecti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Literal, NamedTuple, Protocol, cast, runtime_checkable
 
 import torch
@@ -27,6 +28,8 @@ from fa_serve.hf.lora.product import project
 from fa_serve.hf.surgery.fuse.mixers import StateStep, state_cache
 from fa_serve.hf.surgery.fuse.parts import FusedProduct, merge_products, norm_of
 from fa_serve.hf.surgery.proof import NotReplacedError
+
+log = logging.getLogger("fa_serve.hf")
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """q, k, v (total, heads, head_dim) -> (total, num_heads, head_dim_v). The keys and values are already in the cache."""
@@ -209,6 +212,7 @@ class FusedLayer:
     activation: activation of the gated unit
     multiplier: factor of the output of each part when it is added to the residual stream
     mixture:    how the parts of an MLP are added if it is a mixture; None if it is called as a whole
+    hooks:      the hooks of the modules that the fused layer does not call, see `hooks_not_called`
     """
 
     original: Callable[..., Any]
@@ -226,9 +230,12 @@ class FusedLayer:
     mlp: nn.Module
     multiplier: float
     mixture: AddsParts | None = None
+    hooks: tuple[Mapping[int, Any], ...] = ()
 
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         batch = kwargs.get("fa_serve_batch")
+        if batch is not None and any(self.hooks):  # 0.3 us
+            _warn_of_hooks(type(self.module).__name__)
         if not isinstance(batch, PagedBatch):  # checked first, because checking a protocol takes 7 us
             if isinstance(batch, TrainsLayers):
                 return batch.train_layer(self, hidden_states, args, kwargs)
@@ -294,6 +301,26 @@ class FusedLayer:
         else:
             x = ops.rms_norm(project(product, h), after, residual=x)
         return x, x, before
+
+
+def hooks_not_called(layer: nn.Module, called: Iterable[nn.Module]) -> tuple[Mapping[int, Any], ...]:
+    """The hooks of a layer's parts, which are empty when it is fused. They are not copied, so hooks that come later are seen.
+
+    called: the parts that the fused layer calls
+    """
+    others = {layer, *(part for each in called for part in each.modules())}
+    parts = [part for part in layer.modules() if part not in others]
+    return tuple(hooks for part in parts for hooks in (part._forward_pre_hooks, part._forward_hooks))
+
+
+@lru_cache(maxsize=64)
+def _warn_of_hooks(name: str) -> None:
+    """Say once for each type of layer that hooks are not called."""
+    log.warning(
+        "hooks were added to parts of %s after it was fused, and are not called: add hooks before the engine or fa_serve.exact "
+        "is made, or make it with fusion=False",
+        name,
+    )
 
 
 def beside_fused_layers(model: nn.Module) -> Iterator[nn.Module]:

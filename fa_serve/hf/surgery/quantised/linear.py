@@ -44,7 +44,7 @@ from fa_serve.hf.surgery.quantised.experts import (
     rules_for_experts,
     rules_for_scales,
 )
-from fa_serve.hf.weights.expert_files import check_expert_files
+from fa_serve.hf.weights.expert_files import TOP_K, check_expert_files
 from fa_serve.hf.weights.file_names import names_in_files
 from fa_serve.hf.weights.formats import Rounded, Scheme, check_loaded
 from fa_serve.hf.weights.quantization_plan import FIELD, QuantizationPlan, is_ours, method_of, read_config
@@ -56,8 +56,6 @@ from fa_serve.spec import OpSpec, ParameterError, UnsupportedModelError, dtype_n
 log = logging.getLogger("fa_serve.hf")
 
 _ROUNDED = Rounded()
-TOP_K = ("num_experts_per_tok", "top_k_experts", "moe_topk")
-"""Names that configs use for the number of experts that are chosen for a token."""
 
 
 class QuantizedLinear(nn.Module):

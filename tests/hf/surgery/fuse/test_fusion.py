@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import pytest
@@ -14,9 +15,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaMLP
 
+import fa_serve
 from fa_serve.engine import SamplingParams
 from fa_serve.engine.cache import tensors as kv_cache
 from fa_serve.hf import PagedBatch, model_layers, paged_forward, patch
+from fa_serve.hf.surgery.fuse import layer as layer_module
 from fa_serve.hf.surgery.fuse.fusion import build_layer, cached_layers, fuse_layers, tried_rotations
 from fa_serve.hf.surgery.fuse.latent import LatentAttention
 from fa_serve.hf.surgery.fuse.layer import FusedLayer, HeadsAttention
@@ -139,6 +142,30 @@ def test_hooks_are_not_passed_over(caplog) -> None:
     model.model.layers[0].mlp.register_forward_hook(lambda module, args, output: output * 2)
     assert fuse_layers(model) == 1
     assert "LlamaDecoderLayer layers are not fused: its LlamaMLP has hooks, which would not be called" in caplog.text
+
+
+@pytest.mark.parametrize("exact", [False, True], ids=["engine", "exact"])
+def test_hooks_that_come_after_the_fusion_are_named_once(make_engine, caplog, exact: bool) -> None:
+    layer_module._warn_of_hooks.cache_clear()
+    model = make_model()
+    engine = None if exact else make_engine(model=model)
+    context = fa_serve.exact(model, page_size=4) if exact else contextlib.nullcontext()
+
+    def compute() -> None:
+        with context:
+            model(input_ids=torch.tensor([[5, 6, 7]])) if engine is None else engine.generate([[5, 6, 7]])
+
+    model.model.layers[0].register_forward_hook(lambda *_: None)  # hooks of the layer itself are called
+    compute()
+    assert "not called" not in caplog.text
+    hook = model.model.layers[1].mlp.up_proj.register_forward_hook(lambda *_: None)
+    compute()
+    compute()
+    assert caplog.text.count("hooks were added to parts of LlamaDecoderLayer after it was fused, and are not called") == 1
+    hook.remove()
+    layer_module._warn_of_hooks.cache_clear()
+    compute()
+    assert caplog.text.count("not called") == 1
 
 
 def test_weights_that_kernels_cannot_read_are_left_alone(caplog) -> None:
