@@ -60,7 +60,8 @@ async def test_clients_take_turns_and_calls_have_a_bound(shared: SharedReading, 
 
 async def test_a_request_that_has_ended_is_left_out(shared: SharedReading) -> None:
     reader = Reader()
-    gone, stays = read(shared, reader, "a"), read(shared, reader, "b")
+    gone = read(shared, reader, "a")
+    stays = read(shared, reader, "b")
     await asyncio.sleep(0)
     gone.cancel()
     assert await stays == ("", "b")
