@@ -5,12 +5,12 @@
     template = tokenization.template(body, tools)
     found = await tokenization.encode_chat(template, body, tools, {}, client)         # tokens, text and images
 
-Threads run the tokenizer and the operator's chat template, so that a long prompt never holds up the event loop. Short inputs of
-an encoder are an exception, and are tokenized on the event loop: a busy event loop gives a thread the interpreter only once per
-millisecond, and a thread needs it twice for each request. Long texts have a thread to themselves, because the tokenizer needs
-seconds for many megabytes, and short texts should not wait for them. In each thread, clients take turns. A template that does
-not end is interrupted after `template_timeout` seconds. Chat templates of requests are untrusted programs: they run one at a
-time in another process, which is killed if it exceeds its limits.
+Threads run the tokenizer and the operator's chat template, so that a long prompt never holds up the event loop. Inputs of an
+encoder are tokenized together with those of other requests (pooling/reading.py), or on the event loop if they are short and no
+other request waits for its turn there. Long texts have a thread to themselves, because the tokenizer needs seconds for many
+megabytes, and short texts should not wait for them. In each thread, clients take turns. A template that does not end is
+interrupted after `template_timeout` seconds. Chat templates of requests are untrusted programs: they run one at a time in
+another process, which is killed if it exceeds its limits.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from .chat.templates import EncodedChat, Template
 from .errors import RETRY_SECONDS, ApiError, BadRequest, Unavailable, parameter_refused, trials_failed
 from .images.addresses import RequestImage
 from .images.loader import ImageLoader
+from .pooling.reading import SharedReading
 from .setting_files import read_file
 from .settings import Settings
 
@@ -73,6 +74,7 @@ class Tokenization:
         self._costs = costs
         self._short = DeadlineThread("tokenizer")
         self._long = DeadlineThread("tokenizer of long texts")
+        self._reading = SharedReading(self._short)
         self._request_templates = DeadlineThread("template")
         self._processing = DeadlineThread("processor of images")
         self._loader = ImageLoader(settings, lambda: engine.config)
@@ -250,19 +252,18 @@ class Tokenization:
         reader = self._engine.inputs
         assert reader is not None
 
-        def work() -> EncoderInputs:
-            try:
-                return reader.read(inputs, prompt=prompt, truncate=cuts)
-            except ParameterError as error:
-                raise parameter_refused(*named_in_request(error, field, len(inputs), places)) from None
-
         length = sum(len(each) if isinstance(each, str | list) else sum(map(len, each)) for each in inputs)
         length += len(prompt) * len(inputs)
         bill = BILL.get()
-        if length <= SHORT_INPUTS and bill is not None:
-            with self._costs.work(bill):
-                return work()
-        return await self._thread_for(length).run(work, client)
+        try:
+            if length <= SHORT_INPUTS and bill is not None and not self._costs.is_busy:
+                with self._costs.work(bill):
+                    return reader.read(inputs, prompt=prompt, truncate=cuts)
+            if length <= LONG_TEXT:
+                return await self._reading.read(reader, inputs, length, client, prompt=prompt, cuts=cuts)
+            return await self._long.run(lambda: reader.read(inputs, prompt=prompt, truncate=cuts), client)
+        except ParameterError as error:
+            raise parameter_refused(*named_in_request(error, field, len(inputs), places)) from None
 
     def template(self, body: ChatRequest | TokenizeRequest, tools: Sequence[Tool]) -> Template:
         """The chat template for a request: its own, else the operator's, else the model's. Raises BadRequest if there is none,

@@ -205,6 +205,11 @@ class Costs:
         BILL.set(bill)
         return bill
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a request or a prompt waits for its turn."""
+        return bool(self._queue)
+
     async def take_turn(self, bill: Bill, receive: asgi.Receive) -> bool:
         """Wait for the client's turn. Return True when the work may go on, or False when the client has left.
 

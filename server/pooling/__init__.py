@@ -3,6 +3,7 @@
     requests   the bodies, as strict pydantic models
     replies    the replies, as typed dictionaries
     answer     one request: turns its inputs into token ids, and gets their results or errors from the engine
+    reading    tokenizes the inputs of several requests at once
     vectors    vectors as JSON
     routes     the endpoints
 

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -192,6 +192,22 @@ class InputReader:
             if count > MAX_TOKENS:
                 raise ParameterError("input", f"have at most {MAX_TOKENS} tokens in all inputs together", count)
         return EncoderInputs.joined(found) if found else EncoderInputs.of([])
+
+    def read_each(
+        self, calls: Sequence[Sequence[InputText]], *, prompt: str = "", truncate: bool = False
+    ) -> list[EncoderInputs | ParameterError]:
+        """What `read` returns for the inputs of each call, or the error that it raises. All of them are tokenized together."""
+        try:
+            together = self.read([*chain.from_iterable(calls)], prompt=prompt, truncate=truncate)
+        except ParameterError:  # of one of them, or of all together
+            return [self._result_or_error(inputs, prompt, truncate) for inputs in calls]
+        return [together.part(begin, end) for begin, end in pairwise(ends_of(map(len, calls)).tolist())]
+
+    def _result_or_error(self, inputs: Sequence[InputText], prompt: str, truncate: bool) -> EncoderInputs | ParameterError:
+        try:
+            return self.read(inputs, prompt=prompt, truncate=truncate)
+        except ParameterError as error:
+            return error.with_traceback(None)  # whose frames would keep the texts of all calls alive
 
     def _read_piece(
         self, piece: Sequence[InputText], first: int, prompt: str, truncate: bool, special_tokens: bool

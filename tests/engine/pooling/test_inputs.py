@@ -44,6 +44,21 @@ def test_texts_alone_have_the_types_of_their_template(kind: int) -> None:
     assert [each.types.tolist() for each in found] == [[0, 0, 0, kind], [0, 0], [0, 0, kind]]
 
 
+def test_several_calls_are_read_together_as_each_alone() -> None:
+    """Also if one of them is refused: it gets its error, with the place in its own inputs."""
+    read = reader()
+    calls = [TEXTS[:2], PAIRS, [[5, 6, 7]], TEXTS[2:3]]
+    *rest, error = read.read_each([*calls, ["a", "a " * LENGTH]], prompt="find: ")
+    assert isinstance(error, ParameterError)
+    assert (error.field, error.code) == ("input[1]", "context_length_exceeded")
+    for found in (read.read_each(calls, prompt="find: "), rest):
+        for given, each in zip(calls, found, strict=True):
+            alone = read.read(given, prompt="find: ")
+            assert each.ids.tolist() == alone.ids.tolist()
+            assert each.ends.tolist() == alone.ends.tolist()
+            assert each.types.tolist() == alone.types.tolist()
+
+
 def test_the_order_is_kept_across_pieces(monkeypatch) -> None:
     monkeypatch.setattr(inputs, "PIECE", 10)
     wanted = [each.ids.tolist() for each in reader().read(TEXTS)]

@@ -6,6 +6,10 @@ import numpy as np
 import pytest
 from encoder_folders import TEXTS
 from fa_serve.server import tokenization
+from fa_serve.server.bounds.costs import Costs
+from fa_serve.server.bounds.deadline_thread import DeadlineThread
+
+from fa_serve.engine.pooling.inputs import InputReader
 
 pytestmark = pytest.mark.anyio
 MODEL = {"model": "tiny"}
@@ -137,10 +141,8 @@ async def test_short_inputs_need_no_thread_and_are_billed(encoding, monkeypatch,
     monkeypatch.setattr(tokenization, "SHORT_INPUTS", limit)
     async with encoding("embed") as client:
         used = []
-        thread_for = client.service.tokenization._thread_for
-        monkeypatch.setattr(
-            client.service.tokenization, "_thread_for", lambda length: used.append(length) or thread_for(length)
-        )
+        run = DeadlineThread.run
+        monkeypatch.setattr(DeadlineThread, "run", lambda *given, **named: used.append(given) or run(*given, **named))
         billed = []
         charge = client.service.costs._charge
         monkeypatch.setattr(
@@ -149,6 +151,25 @@ async def test_short_inputs_need_no_thread_and_are_billed(encoding, monkeypatch,
         await post(client, "/v1/embeddings", MODEL | {"input": list(TEXTS)})
     assert len(used) == threads
     assert len(billed) == 3 - threads  # the body, the inputs, the sequence
+
+
+async def test_on_a_busy_event_loop_a_thread_tokenizes_several_requests(encoding, encoder_of, monkeypatch) -> None:
+    """A text that is refused among them has its own error and leaves the others as they are."""
+    wanted = encoder_of("embed").encode(TEXTS)
+    calls = []
+    read_each = InputReader.read_each
+    monkeypatch.setattr(Costs, "is_busy", True)
+    monkeypatch.setattr(
+        InputReader, "read_each", lambda self, given, **more: calls.append(len(given)) or read_each(self, given, **more)
+    )
+    async with encoding("embed") as client:
+        good = [post(client, "/v1/embeddings", MODEL | {"input": text}) for text in TEXTS]
+        bad = post(client, "/v1/embeddings", MODEL | {"input": ["a", "a " * 1000]}, 400)
+        *replies, error = await asyncio.gather(*good, bad)
+    np.testing.assert_allclose([reply["data"][0]["embedding"] for reply in replies], wanted, atol=1e-5)
+    assert (error["error"]["code"], error["error"]["param"]) == ("context_length_exceeded", "input[1]")
+    assert sum(calls) == len(TEXTS) + 1
+    assert len(calls) < len(TEXTS)
 
 
 async def test_the_limit_of_inputs_is_one_of_documents_and_of_pairs(encoding) -> None:
