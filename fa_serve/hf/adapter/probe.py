@@ -415,7 +415,8 @@ def _check_before_a_forward(model: PreTrainedModel, config: PreTrainedConfig) ->
     if state_argument(model) is not None:
         missing -= {"position_ids"}  # a model without attention layers needs none; `_probe` checks again if it has some
     _refuse_if(config.is_encoder_decoder, model, "it is an encoder-decoder, whose cross-attention has no place in the cache")
-    _refuse_if(model._is_stateful and state_argument(model) is None, model, "it keeps more than keys and values")
+    stateful = getattr(model, "_is_stateful", False)  # transformers 5.25 has no such attribute
+    _refuse_if(stateful and state_argument(model) is None, model, "it keeps more than keys and values")
     _refuse_if(missing, model, f"its forward takes no {sorted(missing)}")
     padding = getattr(config, "pad_token_id", None)
     counts = counts_positions(type(model)) and padding is None

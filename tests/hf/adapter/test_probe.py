@@ -9,7 +9,7 @@ import pytest
 import torch
 from every_type import tiny_config, tiny_model
 from hf_families import BY_NAME
-from transformers import AutoConfig, LlamaConfig
+from transformers import AutoConfig, LlamaConfig, PreTrainedModel
 
 import fa_serve
 from fa_serve import hf
@@ -51,6 +51,12 @@ def test_layers_are_found_from_a_config_alone() -> None:
     ]
     large = LlamaConfig(hidden_size=8192, num_attention_heads=64, num_key_value_heads=8, num_hidden_layers=3)
     assert [s.head_dim for s in hf.model_layers(large).attention.values()] == [128] * 3
+
+
+def test_releases_that_mark_no_model_as_stateful_have_layers_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers 5.25 has no `_is_stateful`."""
+    monkeypatch.delattr(PreTrainedModel, "_is_stateful", raising=False)
+    assert len(hf.model_layers(LlamaConfig(hidden_size=64, num_attention_heads=4, num_hidden_layers=2)).attention) == 2
 
 
 @pytest.mark.parametrize("name", ["aria_text", "jetmoe", "longcat_flash"])
