@@ -71,7 +71,7 @@ def test_padding_and_packing_change_no_sequence(family: Family) -> None:
     assert_near(ours(input_ids=ids[:1]).logits, eager(input_ids=ids[:1]).logits)
 
 
-@pytest.mark.parametrize("name", ["qwen3.5", "nemotron-h", "jamba", "lfm2", "mamba"])
+@pytest.mark.parametrize("name", ["qwen3.5", "nemotron-h", "jamba", "lfm2", "mamba", "minimax", "recurrent-gemma"])
 @torch.no_grad()
 def test_generate_with_a_cache(name: str) -> None:
     """Left padding, right padding, and a prompt that goes on with a cache."""
@@ -92,7 +92,7 @@ def test_generate_with_a_cache(name: str) -> None:
     assert_near(logits[1], logits[0])
 
 
-@pytest.mark.parametrize("name", ["qwen3.5", "nemotron-h", "jamba", "lfm2"])
+@pytest.mark.parametrize("name", ["qwen3.5", "nemotron-h", "jamba", "lfm2", "minimax", "recurrent-gemma"])
 def test_gradients_are_those_of_transformers(name: str) -> None:
     eager, ours = (copy.deepcopy(model).train() for model in pair(name))
     ids = tokens(2, 24)
