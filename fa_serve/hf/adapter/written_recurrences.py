@@ -40,12 +40,13 @@ class WrittenRecurrence(NamedTuple):
 
     names:   attributes that the own forward of such a module reads
     forward: (module, *args, compute=..., **kwargs) -> what the module's own forward returns
-    widen:   computes tables of the module again that its dtype has rounded, because its own code multiplies by them
+    widen:   (a float32 copy of the module, the dtype before) computes tables again that this dtype has rounded, because the
+             module's own code multiplies by them
     """
 
     names: frozenset[str]
     forward: Callable[..., Any]
-    widen: Callable[[Any], None] | None = None
+    widen: Callable[[Any, torch.dtype], None] | None = None
 
 
 def written_recurrence(names: Set[str]) -> WrittenRecurrence | None:
@@ -81,15 +82,16 @@ def _lightning_attention(
     return out, state
 
 
-def _widen_decays(module: Any) -> None:
-    """Compute the tables of decays from the rates of a module that is in float32 now, and was in a narrower dtype before.
+def _widen_decays(module: Any, dtype: torch.dtype) -> None:
+    """Compute the tables of decays again from the rates. A proof on short sequences reads only parts of them, so they are
+    compared with what the module had, as far as `dtype` allows.
 
-    Raises UnsupportedModelError if the tables that the module had are not those of its rates, rounded.
+    Raises UnsupportedModelError if the module's tables are not those of its rates.
     """
     tables = dict(zip(("query_decay", "key_decay", "diagonal_decay"), module.decay_factors(module.slope_rate), strict=True))
     for name, table in tables.items():
         rounded = getattr(module, name)
-        if rounded.shape != table.shape or (rounded - table).abs().max() > 2**-6:  # rates of bfloat16 are off by up to 2**-9
+        if rounded.shape != table.shape or (rounded - table).abs().max() > max(2 * torch.finfo(dtype).eps, 1e-5):
             raise UnsupportedModelError(f"its {name} is not that of its slope_rate")
         rounded.copy_(table)
 

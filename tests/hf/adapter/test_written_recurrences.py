@@ -58,18 +58,26 @@ def test_modules_in_other_dtypes(name: str, dtype: torch.dtype) -> None:
     assert error <= its * 1.2 + 1e-6
 
 
-@pytest.mark.parametrize(
-    ("dtype", "reason"),
-    [(torch.float32, "the results for whole sequences would change"), (torch.bfloat16, "its key_decay is not that of its")],
-)
-def test_decays_that_are_not_those_of_the_rates_are_refused(dtype: torch.dtype, reason: str) -> None:
-    model = BY_NAME["minimax"].build().to(dtype)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["query_decay", "key_decay", "diagonal_decay"])
+def test_decays_that_are_not_those_of_the_rates_are_refused(name: str, dtype: torch.dtype) -> None:
+    """Those of the keys have no effect on sequences that are shorter than a block, as in the proof."""
+    model = BY_NAME["minimax"].build(block_size=256).to(dtype)
     model.set_attn_implementation("fa_serve")
     [module] = find_state_modules(model)
-    module.key_decay *= 0.5
-    with pytest.raises(UnsupportedModelError, match=f"MiniMaxLightningAttention: {reason}"):
+    getattr(module, name).mul_(0.9)
+    with pytest.raises(UnsupportedModelError, match=f"MiniMaxLightningAttention: its {name} is not that of its slope_rate"):
         patch_states(model)
     assert "forward" not in vars(module)
+
+
+def test_gates_that_are_others_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = written_recurrences._gated_inputs
+    monkeypatch.setattr(written_recurrences, "_gated_inputs", lambda *args: own(*args[:2], ~args[2]))
+    model = BY_NAME["recurrent-gemma"].build()
+    model.set_attn_implementation("fa_serve")
+    with pytest.raises(UnsupportedModelError, match="RecurrentBlock: the results for whole sequences would change"):
+        patch_states(model)
 
 
 @torch.no_grad()
