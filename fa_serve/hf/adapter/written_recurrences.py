@@ -40,13 +40,13 @@ class WrittenRecurrence(NamedTuple):
 
     names:   attributes that the own forward of such a module reads
     forward: (module, *args, compute=..., **kwargs) -> what the module's own forward returns
-    widen:   (a float32 copy of the module, the dtype before) computes tables again that this dtype has rounded, because the
-             module's own code multiplies by them
+    widen:   computes tables of a float32 copy of the module again, because its own code multiplies by them, and they may have
+             been rounded
     """
 
     names: frozenset[str]
     forward: Callable[..., Any]
-    widen: Callable[[Any, torch.dtype], None] | None = None
+    widen: Callable[[Any], None] | None = None
 
 
 def written_recurrence(names: Set[str]) -> WrittenRecurrence | None:
@@ -82,16 +82,16 @@ def _lightning_attention(
     return out, state
 
 
-def _widen_decays(module: Any, dtype: torch.dtype) -> None:
+def _widen_decays(module: Any) -> None:
     """Compute the tables of decays again from the rates. A proof on short sequences reads only parts of them, so they are
-    compared with what the module had, as far as `dtype` allows.
+    compared with what the module had, which bfloat16 may have rounded, also in a checkpoint that is loaded in float32.
 
     Raises UnsupportedModelError if the module's tables are not those of its rates.
     """
     tables = dict(zip(("query_decay", "key_decay", "diagonal_decay"), module.decay_factors(module.slope_rate), strict=True))
     for name, table in tables.items():
         rounded = getattr(module, name)
-        if rounded.shape != table.shape or (rounded - table).abs().max() > max(2 * torch.finfo(dtype).eps, 1e-5):
+        if rounded.shape != table.shape or (rounded - table).abs().max() > 2 * torch.finfo(torch.bfloat16).eps:
             raise UnsupportedModelError(f"its {name} is not that of its slope_rate")
         rounded.copy_(table)
 

@@ -129,7 +129,7 @@ def _prove(module: nn.Module, inputs: LayerInputs) -> frozenset[str]:
     original = float32_copy(module)
     written = written_for(module)
     if written is not None and written.widen is not None:
-        written.widen(original, next(module.parameters()).dtype)
+        written.widen(original)
     wide = inputs.in_float32()
     hidden = [_mixed(wide.hidden[0], length, seed) for seed, length in enumerate(LENGTHS)]
     places = [torch.arange(length, device=hidden[0].device) for length in LENGTHS]

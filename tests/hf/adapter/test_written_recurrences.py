@@ -71,6 +71,12 @@ def test_decays_that_are_not_those_of_the_rates_are_refused(name: str, dtype: to
     assert "forward" not in vars(module)
 
 
+def test_decays_that_a_checkpoint_has_rounded() -> None:
+    model = BY_NAME["minimax"].build().bfloat16().float()
+    [module] = find_state_modules(fa_serve.patch(model))
+    assert isinstance(module.forward, PatchedMixer)
+
+
 def test_gates_that_are_others_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     own = written_recurrences._gated_inputs
     monkeypatch.setattr(written_recurrences, "_gated_inputs", lambda *args: own(*args[:2], ~args[2]))
