@@ -11,7 +11,6 @@ from hf_checks import LENGTHS, ways_of_packing
 from hf_families import padding_mask, tokens
 from hybrids import BY_NAME, HYBRIDS
 from torch import Tensor
-from transformers import PreTrainedModel
 
 import fa_serve
 from fa_serve.hf.adapter import written_recurrences
@@ -25,7 +24,7 @@ WRITTEN = ("minimax", "recurrent-gemma")
 GREEDY: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 
 
-def pair(name: str, **changes: Any) -> tuple[PreTrainedModel, PreTrainedModel]:
+def pair(name: str, **changes: Any) -> tuple[Any, Any]:
     eager = BY_NAME[name].build(**changes)
     return eager, fa_serve.patch(copy.deepcopy(eager))
 
