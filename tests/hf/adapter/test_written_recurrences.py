@@ -77,7 +77,7 @@ def test_decays_that_a_checkpoint_has_rounded() -> None:
 
 
 def test_gates_that_are_others_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = written_recurrences._gated_inputs
+    own: Any = written_recurrences._gated_inputs
     monkeypatch.setattr(written_recurrences, "_gated_inputs", lambda *args: own(*args[:2], ~args[2]))
     model = BY_NAME["recurrent-gemma"].build()
     model.set_attn_implementation("fa_serve")
