@@ -172,9 +172,9 @@ def test_the_table_of_architectures_is_what_the_engine_does() -> None:
         pytest.skip("the page is about another release of transformers")
     rows = results["engine"]
     assert sorted(rows) == concerned(results), AGAIN
-    live = architectures(["mixtral", "deepseek_v3", "gpt_oss", "granitemoe", "axk2", "jamba", "minimax"])
+    live = architectures(["mixtral", "deepseek_v3", "gpt_oss", "granitemoe", "axk2", "jamba", "minimax", "deepseek_v4"])
     assert live == {name: rows[name] for name in live}, AGAIN
-    assert [row["layers"] for row in live.values()] == ["fused"] * 3 + ["unfused", "unfused", "unfused", "refused"]
+    assert [row["layers"] for row in live.values()] == ["fused"] * 3 + ["unfused"] * 4 + ["refused"]
     assert all(row["reason"] for row in rows.values() if row["layers"] != "fused")
 
 

@@ -32,7 +32,7 @@ from fa_serve.hf import plan_division
 from fa_serve.spec import ParameterError, UnsupportedModelError
 
 GREEDY = SamplingParams(max_tokens=14, temperature=0.0)
-KINDS = ("qwen3.5", "kimi-linear", "nemotron-h", "jamba", "lfm2", "mamba")
+KINDS = ("qwen3.5", "kimi-linear", "nemotron-h", "jamba", "lfm2", "mamba", "minimax", "recurrent-gemma")
 """A family of each kind of state, and those with blocks that have none, and without attention."""
 SERVED = [family for family in HYBRIDS if ALL or family.name in KINDS]
 """tests/hf/adapter/test_packed_forwards.py computes the layers of all families."""

@@ -137,6 +137,27 @@ HYBRIDS = [
         config={"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 2, "chunk_size": 8, "expand": 2},
     ),
     Family("falcon-mamba", "FalconMambaForCausalLM", config=_MAMBA_ALONE),
+    Family(
+        "minimax",
+        "MiniMaxForCausalLM",
+        config={
+            "layer_types": ["full_attention", "linear_attention"],
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "head_dim": 16,
+            "block_size": 8,
+        },
+    ),
+    Family(
+        "recurrent-gemma",
+        "RecurrentGemmaForCausalLM",
+        config={
+            "block_types": ["recurrent", "attention"],
+            "lru_width": 64,
+            "conv1d_width": 4,
+            "attention_window_size": 9,
+        },
+    ),
     *in_this_release(
         Family(
             "lfm3",

@@ -10,14 +10,17 @@ from collections.abc import Sequence
 _INTRODUCTION = """\
 Layers with linear attention, state space models and short convolutions keep a state of constant size beside or instead of keys
 and values. `fa_serve.patch(model)` and the engine compute them by `fa_serve.ops` if they can prove that a module's own code
-computes the same. "plugin" is `patch`, with `generate`, padding on either side, packed sequences and gradients; a model that is
-loaded with `attn_implementation="fa_serve"` and not patched keeps transformers' recurrences, and refuses packed sequences. The
-engine starts prompts from cached states, and computes at most a page of a known prompt again
-([engine](engine/cache.md#states-beside-pages)). Ranks of tensor parallelism have the heads or channels of a state each
-([engine](engine/ranks.md)). Of models with a bias in the projection before a convolution, transformers' own code lets padding
-on the left reach the first tokens, because the bias is added to zeros; `patch` computes what that code does, and the engine,
-which has no padding, what a sequence alone gives. A reason stands where something is refused or not built yet. Tests
-compare the models that are marked with `generate` in float32, with transformers 5.17 and with the newest release:
+computes the same. Where that code calls its recurrence as a function, the function is exchanged; MiniMax and RecurrentGemma
+hold it inline, and have a forward of fa_serve instead. "plugin" is `patch`, with `generate`, padding on either side, packed
+sequences and gradients; a model that is loaded with `attn_implementation="fa_serve"` and not patched keeps transformers'
+recurrences, and refuses packed sequences. The engine starts prompts from cached states, and computes at most a page of a known
+prompt again ([engine](engine/cache.md#states-beside-pages)). Ranks of tensor parallelism have the heads or channels of a state
+each ([engine](engine/ranks.md)). Of models with a bias in the projection before a convolution, transformers' own code lets
+padding on the left reach the first tokens, because the bias is added to zeros; `patch` computes what that code does, and the
+engine, which has no padding, what a sequence alone gives. So it is for RecurrentGemma, whose blocks read no mask, and for a
+MiniMax whose first layer has linear attention: its cache then counts no tokens, and `generate` masks no padding after the first
+step. A reason stands where something is refused or not built yet. Tests compare the models that are marked with `generate` in
+float32, with transformers 5.17 and with the newest release:
 """
 TYPES = (
     "bamba",

@@ -45,7 +45,7 @@ _FLOAT8 = {
         "group_0": {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float", "strategy": "channel"}},
     },
 }
-FROM_TESTS = ("lfm2", "lfm2_moe", "mamba2", "zamba", "zamba2")
+FROM_TESTS = ("lfm2", "lfm2_moe", "mamba2", "recurrent_gemma", "zamba", "zamba2")
 """Types whose default config has no sense in tiny sizes. Their config is that of the tests of hybrids."""
 
 

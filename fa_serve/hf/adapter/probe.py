@@ -278,7 +278,8 @@ def _probe(model: PreTrainedModel) -> ModelLayers:
             inputs[name] = _ProbeCache(config, probe.states)
         # the engine's batch determines which tokens attend both ways; in text there are none
         with _patched(model), riding(probe), leaving_out_blocks():
-            output = model.train(False)(input_ids=token, use_cache=True, fa_serve_batch=probe, **inputs)
+            # without states, the cache that the model makes shows what its layers keep
+            output = model.train(False)(input_ids=token, use_cache=name is None, fa_serve_batch=probe, **inputs)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{type(model).__name__} cannot run on a paged cache: {error}") from error
     except Exception as error:

@@ -5,7 +5,8 @@
 
 Modules are not recognised by class name, but because their own code updates a state of the cache. That code calls functions of
 its modeling module by name, such as `causal_conv1d_fn`. A `PatchedMixer` runs the same code with other functions under these
-names. Nothing is replaced outside of the instance: another model of the same class stays as it is.
+names. For code that holds its recurrence inline, it runs a forward of `written_recurrences.py`. Nothing is replaced outside of
+the instance: another model of the same class stays as it is.
 
 The functions translate transformers' arguments into a `StateCall`. If an argument of the forward is a `StepCache`, its `states`
 computes the call. Otherwise, as in `generate`, the call is computed directly, with the initial state that it is given.
@@ -36,24 +37,28 @@ from fa_serve.hf.adapter.step_cache import (
     DELTA_RULE,
     SELECTIVE_SCAN,
     SSD,
+    Compute,
     ComputesStates,
+    Result,
     StateCall,
     StateKey,
     StepCache,
 )
+from fa_serve.hf.adapter.written_recurrences import WrittenRecurrence, written_recurrence
 from fa_serve.spec import UnsupportedModelError
-
-Result = tuple[Tensor, Tensor | None]
-Compute = Callable[..., Result]
-"""(call, initial_state=None, output_final_state=False) -> (out, final state)"""
 
 UPDATES = {"update_conv_state", "update_recurrent_state"}
 """Methods of transformers' caches that a module with a state calls."""
 
 
 def find_state_modules(model: nn.Module) -> list[nn.Module]:
-    """The modules whose own forward updates a state of the cache, in the order of the model."""
-    return [module for module in model.modules() if UPDATES & _names_of(module)]
+    """The modules whose own forward updates a state, in the order of the model."""
+    return [module for module in model.modules() if UPDATES & _names_of(module) or written_for(module)]
+
+
+def written_for(module: nn.Module) -> WrittenRecurrence | None:
+    """The forward that is written for a module whose own code holds its recurrence inline; None for all other modules."""
+    return written_recurrence(_names_of(module))
 
 
 def exchanged_functions(module: nn.Module) -> list[str]:
@@ -137,17 +142,23 @@ class PatchedMixer:
     uncalled: names of linear layers of the module that its code does not call, because it multiplies with their weights itself:
               no adapter takes effect in these
 
-    Raises UnsupportedModelError for a module that calls none of the functions that are exchanged.
+    Raises UnsupportedModelError for a module that calls none of the functions that are exchanged, and for which no forward is
+    written.
     """
 
     def __init__(self, module: nn.Module, number: int, uncalled: frozenset[str] = frozenset()) -> None:
+        written = written_for(module)
         names = exchanged_functions(module)
-        if not names:
+        if not names and written is None:
             raise UnsupportedModelError(f"{type(module).__name__} keeps a state with code that fa_serve cannot replace")
         self.module = module
         self.number = number
         self.uncalled = uncalled
-        self._forward = _own_forward_with(module, {name: partial(FUNCTIONS[name], self._compute) for name in names})
+        self._forward: Callable[..., Any]
+        if written is not None:
+            self._forward = partial(written.forward, compute=self._compute)
+        else:
+            self._forward = _own_forward_with(module, {name: partial(FUNCTIONS[name], self._compute) for name in names})
         self._states: ComputesStates | None = None
         self._num_calls = 0
 

@@ -48,6 +48,14 @@ CONVOLUTION = StateOp(ops.causal_conv1d, ops.causal_conv1d_paged, ops.causal_con
 DELTA_RULE = StateOp(ops.gated_delta_rule, ops.gated_delta_rule_paged, ops.gated_delta_rule_state, ("k", "v", "g"), "v")
 SSD = StateOp(ops.ssd, ops.ssd_paged, ops.ssd_state, ("x", "b"), "x")
 SELECTIVE_SCAN = StateOp(ops.selective_scan, ops.selective_scan_paged, ops.selective_scan_state, ("x", "b"), "x")
+LIGHTNING_ATTENTION = StateOp(
+    ops.lightning_attention, ops.lightning_attention_paged, ops.lightning_attention_state, ("k", "v"), "v"
+)
+RG_LRU = StateOp(ops.rg_lru, ops.rg_lru_paged, ops.rg_lru_state, ("x",), "x")
+
+Result = tuple[Tensor, Tensor | None]
+Compute = Callable[..., Result]
+"""(call: StateCall, initial_state=None, output_final_state=False) -> (out, final state)"""
 
 
 class StateCall(NamedTuple):
@@ -170,6 +178,13 @@ class StepCache:
 
     def update_recurrent_state(self, state: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return state
+
+    def get_linear_cache(self, layer_idx: int) -> Tensor | None:
+        """The state of MiniMax's linear attention: None."""
+        return None
+
+    def set_linear_cache(self, layer_idx: int, state: Tensor | None) -> None:
+        """Keep nothing."""
 
 
 def take_layer_idx(module: Any, states: ComputesStates | None) -> int:

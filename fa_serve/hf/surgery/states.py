@@ -23,10 +23,17 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fa_serve import ops
-from fa_serve.hf.adapter.state_modules import PatchedMixer, find_state_modules, patched_mixer, reference_forward
+from fa_serve.hf.adapter.state_modules import (
+    PatchedMixer,
+    find_state_modules,
+    patched_mixer,
+    reference_forward,
+    written_for,
+)
 from fa_serve.hf.adapter.step_cache import ComputesStates, PagedStates, StateProbe, StepCache
 from fa_serve.hf.surgery.divide.weights import DIVIDED_MODULES, sums_paused
 from fa_serve.hf.surgery.proof import (
+    POSITIONS,
     AttentionRecorder,
     LayerInputs,
     NotReplacedError,
@@ -120,23 +127,29 @@ def _prove(module: nn.Module, inputs: LayerInputs) -> frozenset[str]:
     """
     check_untouched(module, called=DIVIDED_MODULES)
     original = float32_copy(module)
+    written = written_for(module)
+    if written is not None and written.widen is not None:
+        written.widen(original)
     wide = inputs.in_float32()
     hidden = [_mixed(wide.hidden[0], length, seed) for seed, length in enumerate(LENGTHS)]
-    expected = [_run(reference_forward(original), wide, x, None) for x in hidden]
+    places = [torch.arange(length, device=hidden[0].device) for length in LENGTHS]
+    expected = [_run(reference_forward(original), wide, x, at, None) for x, at in zip(hidden, places, strict=True)]
     patched = PatchedMixer(original, 0)
     linears = {linear: name for name, linear in original.named_modules() if isinstance(linear, nn.Linear)}
     called: set[nn.Module] = set()
     for linear in linears:
         linear.register_forward_pre_hook(lambda linear, _: called.add(linear))
-    if not all(results_agree(_run(patched, wide, x, None), wanted) for x, wanted in zip(hidden, expected, strict=True)):
+    actual = [_run(patched, wide, x, at, None) for x, at in zip(hidden, places, strict=True)]
+    if not all(results_agree(mine, wanted) for mine, wanted in zip(actual, expected, strict=True)):
         raise NotReplacedError("the results for whole sequences would change")
     probe = StateProbe()
-    _run(patched, wide, hidden[0][:1], probe)
+    _run(patched, wide, hidden[0][:1], places[0][:1], probe)
     tensors = {key: _unwritten(spec, hidden[0].device) for key, spec in probe.found.items()}
     for number, step in enumerate(STEPS):
         rows = [_step_rows(x, part) for x, part in zip(hidden, step, strict=True)]
-        actual = _run(patched, wide, torch.cat(rows), PagedStates(tensors, _state_batch(step, hidden[0].device)))
-        for part, wanted, out in zip(step, expected, torch.split(actual, [len(x) for x in rows]), strict=True):
+        at = torch.cat([torch.arange(part.first, part.first + part.length, device=hidden[0].device) for part in step])
+        out_of_step = _run(patched, wide, torch.cat(rows), at, PagedStates(tensors, _state_batch(step, hidden[0].device)))
+        for part, wanted, out in zip(step, expected, torch.split(out_of_step, [len(x) for x in rows]), strict=True):
             if not results_agree(out[: part.wrong - part.first], wanted[part.first : part.wrong]):
                 raise NotReplacedError(f"the results of its linear attention would change (step {number + 1} of {len(STEPS)})")
     return frozenset(name for linear, name in linears.items() if linear not in called)
@@ -149,13 +162,17 @@ def _mixed(hidden: Tensor, length: int, seed: int) -> Tensor:
     return mixed
 
 
-def _run(forward: Callable[..., Any], inputs: LayerInputs, hidden: Tensor, states: ComputesStates | None) -> Tensor:
-    """What a module returns for rows (total, hidden). states: None calls it without a cache"""
-    cache = None if states is None else StepCache(torch.arange(len(hidden), device=hidden.device), states)
+def _run(
+    forward: Callable[..., Any], inputs: LayerInputs, hidden: Tensor, positions: Tensor, states: ComputesStates | None
+) -> Tensor:
+    """What a module returns for rows (total, hidden) at positions (total,). states: None calls it without a cache"""
+    cache = None if states is None else StepCache(positions, states)
 
     def given(value: Any) -> Any:
         if isinstance(value, StepCache):
             return cache
+        if isinstance(value, Tensor) and value.shape == (1, len(POSITIONS)) and value.tolist() == [[*POSITIONS]]:
+            return positions[None]
         if isinstance(value, Tensor) and value.dtype == torch.bool and value.dim() == 2 and bool(value.all()):
             return value.new_ones(1, len(hidden))  # a padding mask, for rows without padding
         return value

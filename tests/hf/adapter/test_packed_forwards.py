@@ -17,8 +17,10 @@ from hybrids import BY_NAME, HYBRIDS
 from sampled_cases import ALL
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, StaticCache
+from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
 import fa_serve
+from fa_serve.hf.adapter import written_recurrences
 from fa_serve.hf.adapter.packs import running
 from fa_serve.hf.adapter.state_modules import PatchedMixer, find_state_modules
 from fa_serve.hf.surgery.states import unpatch_states
@@ -71,7 +73,7 @@ def test_padding_and_packing_change_no_sequence(family: Family) -> None:
     assert_near(ours(input_ids=ids[:1]).logits, eager(input_ids=ids[:1]).logits)
 
 
-@pytest.mark.parametrize("name", ["qwen3.5", "nemotron-h", "jamba", "lfm2", "mamba"])
+@pytest.mark.parametrize("name", ["qwen3.5", "nemotron-h", "jamba", "lfm2", "mamba", "minimax", "recurrent-gemma"])
 @torch.no_grad()
 def test_generate_with_a_cache(name: str) -> None:
     """Left padding, right padding, and a prompt that goes on with a cache."""
@@ -86,13 +88,13 @@ def test_generate_with_a_cache(name: str) -> None:
     assert_near(ours(input_ids=ids, attention_mask=right).logits[right.bool()], expected)
     logits = []
     for model in (eager, ours):
-        cache = DynamicCache(config=model.config)
+        cache = MiniMaxCache() if name == "minimax" else DynamicCache(config=model.config)
         model(input_ids=ids[:, :11], use_cache=True, **cached(model, cache))
         logits.append(model(input_ids=ids[:, 11:], use_cache=True, **cached(model, cache)).logits)
     assert_near(logits[1], logits[0])
 
 
-@pytest.mark.parametrize("name", ["qwen3.5", "nemotron-h", "jamba", "lfm2"])
+@pytest.mark.parametrize("name", ["qwen3.5", "nemotron-h", "jamba", "lfm2", "minimax", "recurrent-gemma"])
 def test_gradients_are_those_of_transformers(name: str) -> None:
     eager, ours = (copy.deepcopy(model).train() for model in pair(name))
     ids = tokens(2, 24)
@@ -213,7 +215,6 @@ def test_a_compiled_model_with_states(way: str) -> None:
     ("name", "reason"),
     [
         ("pegasus", "its forward takes no position_ids"),
-        ("minimax", "its linear attention would carry the state"),
         ("inkling_text", "it scales queries by their place in the row"),
         ("llama4_text", "it scales queries by their place in the row"),
         ("florence2", "its decoder and its encoder have sequences of different lengths"),
@@ -227,6 +228,15 @@ def test_models_that_cannot_follow(name: str, reason: str) -> None:
     assert ours(ids).logits.isfinite().all()
     with pytest.raises(UnsupportedModelError, match=f"cannot follow packed sequences, because {reason}"):
         ours(ids, **ways_of_packing(restarting())["both"])
+
+
+@torch.no_grad()
+def test_linear_attention_that_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(written_recurrences, "WRITTEN", ())
+    ours = fa_serve.patch(BY_NAME["minimax"].build())
+    reason = "its linear attention would carry the state of one sequence into the next"
+    with pytest.raises(UnsupportedModelError, match=f"cannot follow packed sequences, because {reason}"):
+        ours(tokens(1, sum(LENGTHS)), **ways_of_packing(restarting())["both"])
 
 
 @torch.no_grad()

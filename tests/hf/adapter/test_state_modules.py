@@ -141,8 +141,6 @@ def test_what_the_layers_of_a_model_keep_is_found_from_its_config() -> None:
     ("model_type", "reason"),
     [
         ("zaya", "ZayaCCAProjection keeps a state with code that fa_serve cannot replace"),
-        ("recurrent_gemma", "it keeps more than keys and values"),
-        ("minimax", "only layers"),
     ],
 )
 def test_models_whose_states_are_not_known(model_type: str, reason: str) -> None:

@@ -19,7 +19,7 @@ from fa_serve.hf.adapter.state_modules import PatchedMixer, find_state_modules
 from fa_serve.hf.surgery.states import patch_states
 from fa_serve.spec import UnsupportedModelError
 
-NAMES = {"qwen3.5-moe", "kimi-linear", "nemotron-h", "jamba", "lfm2", "zamba", "zamba2", "mamba"}
+NAMES = {"qwen3.5-moe", "kimi-linear", "nemotron-h", "jamba", "lfm2", "zamba", "zamba2", "mamba", "minimax", "recurrent-gemma"}
 """Each kind of state, a mixer with several scans, and attention that layers share; the engine's tests have all families."""
 TOLERANCE = 1e-4  # relative to the largest logit: in float32, transformers' own code is off by 6e-5 of the result in float64
 

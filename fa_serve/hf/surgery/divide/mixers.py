@@ -153,11 +153,41 @@ def _short_convolution(module: Any, size: int) -> MixerParts:
     return MixerParts({"in_proj": (channels,) * 3, "conv": (channels,)}, {"out_proj": (channels,)}, {})
 
 
+def _lightning_attention(module: Any, size: int) -> MixerParts:
+    """Lightning attention (MiniMax). A head's queries, keys and values are neighbours in one projection."""
+    heads = Section(module.num_attention_heads, module.num_attention_heads)
+    features = Section(module.num_attention_heads * module.head_dim, module.num_attention_heads)
+    rows: dict[str, Sections] = {
+        "qkv_proj": (features._replace(size=3 * features.size),),
+        **dict.fromkeys(("output_gate", "norm.weight"), (features,)),
+        **dict.fromkeys(("slope_rate", "query_decay", "key_decay", "diagonal_decay"), (heads,)),
+    }
+    numbers = {"num_attention_heads": heads.count(size)}
+    return MixerParts(rows, {"out_proj": (features,)}, {"": numbers}, {"norm": features.size})
+
+
+def _gated_linear_unit(module: Any, size: int) -> MixerParts:
+    """A convolution and RG-LRU (RecurrentGemma), whose gates are products within heads."""
+    unit = module.rg_lru
+    heads = Section(unit.num_attention_heads, unit.num_attention_heads)
+    channels = Section(module.lru_width, unit.num_attention_heads)
+    gates = [f"rg_lru.{gate}_gate_{kind}" for gate in ("input", "recurrent") for kind in ("weight", "bias")]
+    rows: dict[str, Sections] = {
+        **dict.fromkeys(("linear_x", "linear_y", "conv_1d", "rg_lru.recurrent_param"), (channels,)),
+        **dict.fromkeys(gates, (heads,)),
+    }
+    numbers = {"num_attention_heads": heads.count(size)}
+    width = {"lru_width": heads.count(size) * unit.block_width}
+    return MixerParts(rows, {"linear_out": (channels,)}, {"": width, "rg_lru": numbers})
+
+
 FORMS = {
     ("num_k_heads", "num_v_heads", "head_k_dim", "head_v_dim"): _delta_net,
     ("num_heads", "head_dim", "qkv_dim", "forget_gate"): _kimi_delta_attention,
     ("num_heads", "head_dim", "n_groups", "ssm_state_size", "in_proj", "norm"): _mamba2,
     ("intermediate_size", "in_proj", "x_proj", "dt_proj"): _mamba,
     ("conv", "in_proj", "out_proj"): _short_convolution,
+    ("qkv_proj", "output_gate", "slope_rate"): _lightning_attention,
+    ("conv_1d", "linear_x", "linear_y", "rg_lru"): _gated_linear_unit,
 }
 """The functions that divide a module, by the attributes that the module must have."""

@@ -29,9 +29,9 @@ from fa_serve.spec import UnsupportedModelError
 
 CPU = torch.device("cpu")
 DIVIDED = [family.name for family in HYBRIDS if family.name != "zamba"]
-ON_FOUR = ("qwen3.5", "olmo-hybrid", "bamba", "mamba2", "jamba", "lfm2")
+ON_FOUR = ("qwen3.5", "olmo-hybrid", "bamba", "mamba2", "jamba", "lfm2", "minimax", "recurrent-gemma")
 """Those with as many heads in the tests, or whose heads of keys, groups and norms ranks share."""
-IN_STEPS = ("qwen3-next", "kimi-linear", "bamba", "nemotron-h", "jamba", "lfm2")
+IN_STEPS = ("qwen3-next", "kimi-linear", "bamba", "nemotron-h", "jamba", "lfm2", "minimax", "recurrent-gemma")
 """Each kind of state. Two ranks compute these in steps of the engine."""
 ON_TWO = DIVIDED if ALL else [name for name in DIVIDED if name not in {*ON_FOUR, *IN_STEPS}]
 
