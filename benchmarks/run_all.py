@@ -110,6 +110,7 @@ JOBS = {
     "open_loops": Job(
         480, "engine.bench_serving --open --shapes llama8b --clients 4 --seconds 16 --no-offline --budget 580", "path"
     ),
+    "loads": Job(600, "engine.bench_loads --budget 600", "path"),
     "steps_of_models": Job(
         240, "engine.bench_engine decode --shapes qwen30a3b,gptoss20b,llama8b-fp8,llama8b-w4,deepseek-lite --budget 100"
     ),

@@ -11,11 +11,12 @@ figures is described in docs/serving.md (Sizing).
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import multiprocessing
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -99,23 +100,38 @@ async def offer(load: Load, progress: Callable[[int], None]) -> LoadResult:
     """Offer the load from this process."""
     rng = random.Random(load.seed)
     bodies = [_body(load, rng) for _ in range(load.requests)]
-    gate = asyncio.Semaphore(load.concurrency or load.requests)
+    pauses = [rng.expovariate(load.rate) for _ in bodies] if load.rate is not None else []
+    return await offer_bodies(load.url, load.key, bodies, load.concurrency, list(itertools.accumulate(pauses)), progress)
+
+
+async def offer_bodies(
+    url: str,
+    key: str | None,
+    bodies: Sequence[bytes],
+    concurrency: int | None,
+    dues: Sequence[float] = (),
+    progress: Callable[[int], None] = lambda _: None,
+) -> LoadResult:
+    """Send these bodies to /v1/completions, and wait for all answers.
+
+    concurrency: maximum number of requests at once; None is no limit
+    dues:        when each body is sent, in seconds from now; empty sends each as soon as concurrency allows
+    """
+    gate = asyncio.Semaphore(concurrency or len(bodies))
     idle: list[Connection] = []
 
     async def send(body: bytes) -> Exchange:
         async with gate:
-            exchange = await exchange_on_connection(load.url, load.key, body, idle)
+            exchange = await exchange_on_connection(url, key, body, idle)
         progress(1)
         return exchange
 
     begin = time.perf_counter()
     busy = time.process_time()
     tasks = []
-    due = begin
-    for body in bodies:
-        if load.rate is not None:
-            due += rng.expovariate(load.rate)
-            await asyncio.sleep(max(0.0, due - time.perf_counter()))
+    for body, due in itertools.zip_longest(bodies, dues):
+        if due is not None:
+            await asyncio.sleep(max(0.0, begin + due - time.perf_counter()))
         tasks.append(asyncio.create_task(send(body)))
     exchanges = await asyncio.gather(*tasks)
     end = time.perf_counter()
