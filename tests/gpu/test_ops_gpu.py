@@ -12,6 +12,9 @@ from rounded_once import assert_rounded_once, dtype_id, randn
 from torch import Tensor
 
 from fa_serve import ops
+from fa_serve.ops.moe.run import products_of
+from fa_serve.ops.products.table import select_kernel
+from fa_serve.ops.select import select_ops
 from fa_serve.ops.torch_ops import TorchOps
 from fa_serve.testing import assert_matches_reference
 
@@ -355,6 +358,24 @@ def test_invariant_experts_have_independent_rows(gate: ops.Gate, dtype: torch.dt
     x, index, weights, experts = routed(130, gate, dtype)
     whole = ops.experts(x, index, weights, experts, invariant=True)
     for rows in (*[slice(row, row + 1) for row in range(130)], slice(7, 100)):
+        assert torch.equal(ops.experts(x[rows], index[rows], weights[rows], experts, invariant=True), whole[rows])
+
+
+@pytest.mark.skipif(torch.cuda.get_device_capability()[0] != 9, reason="the chain of wgmma is Hopper's")
+@pytest.mark.parametrize("sizes", [(16, 4, 1024, 384), (32, 8, 512, 200), (128, 8, 2048, 768)], ids=str)
+@pytest.mark.parametrize("gate", GATES.values(), ids=GATES)
+def test_rows_of_invariant_experts_have_the_same_bits_in_every_kernel(gate: ops.Gate, sizes: tuple[int, int, int, int]) -> None:
+    """What machine code cannot show (tests/ops/moe/test_grouped_compiled.py): the instruction itself, and the gates."""
+    num_experts, top_k, _, width = sizes
+    tokens = 80 * num_experts // top_k
+    x, index, weights, experts = routed(tokens, gate, torch.bfloat16, sizes)
+    assert select_kernel(products_of(x, index, experts, True)[0]).kernel.name == "expert_matrices"
+    whole = ops.experts(x, index, weights, experts, invariant=True)
+    with without_kernels("expert_matrices"):
+        assert torch.equal(ops.experts(x, index, weights, experts, invariant=True), whole)
+    kept = x.new_empty(tokens, top_k, 2 * width)
+    assert torch.equal(select_ops(x.device).experts(x, index, weights, experts, True, kept), whole)
+    for rows in (slice(0, 1), slice(5, 6), slice(3, 5), slice(7, 70), slice(tokens // 2)):
         assert torch.equal(ops.experts(x[rows], index[rows], weights[rows], experts, invariant=True), whole[rows])
 
 

@@ -33,7 +33,8 @@ EXPERTS = {
     "bfloat16, contiguous rows": of_experts("float", 1536, 2048, **MIXTURE),
     "bfloat16, contiguous columns": of_experts("float", 1536, 2048, by_rows=False, **MIXTURE),
     "mxfp4": of_experts("float4", 1536, 2048, **MIXTURE),
-    "any, deterministic mode": of_experts("float4", 1536, 2048, invariant=True, **MIXTURE),
+    "bfloat16, deterministic mode": of_experts("float", 1536, 2048, invariant=True, **MIXTURE),
+    "mxfp4, deterministic mode": of_experts("float4", 1536, 2048, invariant=True, **MIXTURE),
 }
 
 

@@ -76,6 +76,7 @@ def _grouped_linear(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    MASKED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """A program computes one tile of the output, for up to BLOCK_M pairs of one expert.
@@ -96,7 +97,7 @@ def _grouped_linear(
     if expert >= NUM_EXPERTS:
         return
     places = first + tl.arange(0, BLOCK_M)
-    # places past the end repeat the last pair of the expert, and are not stored
+    # places past the end repeat the last pair of the expert, or are zeros if MASKED, and are not stored
     pairs = tl.load(order_ptr + tl.minimum(places, end - 1)).to(tl.int64)
     columns = tl.program_id(0) % tiles_n * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = pairs // TOP_K if GATED else tl.minimum(places, end - 1).to(tl.int64)
@@ -132,10 +133,11 @@ def _grouped_linear(
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for start in tl.range(0, K, BLOCK_K):
             if K % BLOCK_K == 0 and COLUMNS % BLOCK_N == 0:
-                x = tl.load(x_ptrs)
+                x = tl.load(x_ptrs, mask=(places < end)[:, None], other=0.0) if MASKED else tl.load(x_ptrs)
                 w = tl.load(w_ptrs)
             else:
-                x = tl.load(x_ptrs, mask=(k < K - start)[None, :], other=0.0)
+                columns_of_x = (k < K - start)[None, :]
+                x = tl.load(x_ptrs, mask=columns_of_x & (places < end)[:, None] if MASKED else columns_of_x, other=0.0)
                 w = tl.load(w_ptrs, mask=(k < K - start)[:, None] & (columns < COLUMNS)[None, :], other=0.0)
             acc = tl.dot(x, w, acc, input_precision=PRECISION)
             x_ptrs += BLOCK_K
@@ -183,6 +185,7 @@ def _plan_product(
             power_of_2(num_experts),
             *kernel_constants(product),
             *tile[:3],
+            tile.masked,
             pdl,
         ),
         options={**launch_options(pdl, tile.num_warps), "num_stages": tile.num_stages},

@@ -63,6 +63,7 @@ class MatrixVariant:
                 from two rows of the weights. Else the input has a row for each place, and the output for each pair
     step, up, kind: see `moe.primitives.rows_of_outputs`; limited: the gate has a limit
     transposed: the columns of weights are contiguous
+    invariant:  the gate has the instructions of grouped.py, so that a row has the same bits there
     """
 
     tile: MatrixTile
@@ -75,6 +76,7 @@ class MatrixVariant:
     kind: int
     limited: bool
     transposed: bool
+    invariant: bool = False
 
     @property
     def rows(self) -> int:
@@ -319,7 +321,7 @@ def _gate(acc, args, var: gl.constexpr):
         gate, up = halves_of_columns(acc, 2 * OUTPUTS)
     else:
         gate, up = gl.split(gl.reshape(acc, [64, OUTPUTS, 2]))
-    if var.kind == 0:
+    if var.kind == 0 and not var.invariant:
         return _silu_gate(gate, up, args, var)
     else:  # noqa: RET505
         return gated_values(gate, up, args.slope, args.limit, args.offset, var.kind)
@@ -484,7 +486,7 @@ def plan_matrix_tiles(
     k = product.k
     num_experts = product.num_experts
     limited = gate is not None and gate.limit != math.inf
-    var = MatrixVariant(tile, n, k, product.top_k, *rows_of_outputs(gate, n), limited, transposed)
+    var = MatrixVariant(tile, n, k, product.top_k, *rows_of_outputs(gate, n), limited, transposed, product.invariant)
     shape = (num_experts * k, product.n) if transposed else (num_experts * product.n, k)
     weights = View(shape, (shape[1], 1), var.box_shape[1:], _LAYOUT)
     inputs = None if gate else View((product.pairs, k), (k, 1), (BLOCK_M, BLOCK_K), _LAYOUT)

@@ -49,18 +49,20 @@ def compute_experts(
     if run is None:
         if out.shape[0] == 0:
             return out
-        run = PLANS.add(key, plan_experts(products_of(x, index, experts, invariant), experts))
+        run = PLANS.add(key, plan_experts(products_of(x, index, experts, invariant, kept=kept is not None), experts))
     run((x, index, weights, experts, out) if kept is None else (x, index, weights, experts, out, kept))
     return out
 
 
-def products_of(x: Tensor, index: Tensor, experts: ExpertWeights, invariant: bool) -> tuple[Product, Product]:
+def products_of(
+    x: Tensor, index: Tensor, experts: ExpertWeights, invariant: bool, *, kept: bool = False
+) -> tuple[Product, Product]:
     """Both products of a call, on the device of x: the gated one, then the one with the down weights."""
     tokens, top_k = index.shape
     arch = spec.arch_of(x.device)
     num_sms = multiprocessors(x.device, 1)
     return products_with_experts(
-        experts, tokens=tokens, top_k=top_k, dtype=x.dtype, arch=arch, num_sms=num_sms, invariant=invariant
+        experts, tokens=tokens, top_k=top_k, dtype=x.dtype, arch=arch, num_sms=num_sms, invariant=invariant, kept=kept
     )
 
 

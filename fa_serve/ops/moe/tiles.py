@@ -1,7 +1,7 @@
 """Tiles of the products of experts, which depend only on the product. This module imports no Triton. Left out: the kernels.
 
-Tiles for many pairs are chosen by the average number of pairs for each expert. Deterministic mode takes an average of 0,
-because a tile that depends on the number of rows would change the order of sums.
+Tiles for many pairs are chosen by the average number of pairs for each expert. In deterministic mode, only tiles that add in
+the same order are chosen by it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from fa_serve.launching.sizes import power_of_2
+from fa_serve.ops.products import tiles as products_tiles
 from fa_serve.ops.products.problem import Product
 from fa_serve.ops.products.quantised.tiles import run_width, unit_columns
 from fa_serve.ops.products.tiles import choose_splits
@@ -53,13 +54,28 @@ def expert_row_tile(product: Product) -> ExpertRowTile:
 
 
 class GroupedTile(NamedTuple):
-    """block_m pairs by block_n columns of a product's weights; block_k elements of the sum at once, num_stages in flight."""
+    """block_m pairs by block_n columns of a product's weights; block_k elements of the sum at once, num_stages in flight.
+
+    masked: rows of a tile that have no pair are not loaded. In tiles of many such rows, their copies of the last pair would be
+            most of what a program reads
+    """
 
     block_m: int
     block_n: int
     block_k: int
     num_warps: int
     num_stages: int
+    masked: bool = False
+
+
+HOPPER_INVARIANT_TILES = (
+    GroupedTile(128, 256, 64, 8, 3),
+    GroupedTile(64, 128, 64, 4, 4, masked=True),
+    GroupedTile(64, 32, 128, 4, 4, masked=True),
+)
+"""Tiles that give bitwise equal rows on Hopper, as the HOPPER_TILES of products/tiles.py do for dense weights: each multiplies
+by wgmma of k16, at least 64 rows at a time, and has one accumulator for all columns. The Hopper kernel for matrices
+(matrix_wgmma.py) gives rows the same bits."""
 
 
 def grouped_tile(product: Product) -> GroupedTile:
@@ -67,6 +83,18 @@ def grouped_tile(product: Product) -> GroupedTile:
     if product.values == "float":
         return grouped_matrix_tile(product)
     return _grouped_unpack_tile(product)._replace(block_k=run_width(product))
+
+
+def invariant_grouped_tile(product: Product) -> GroupedTile:
+    """The tile of a product on Hopper whose rows must not depend on the number of rows, for dtypes of 16 bits.
+
+    With few pairs, narrow tiles give each multiprocessor a program that reads weights.
+    """
+    many, few, narrow = HOPPER_INVARIANT_TILES
+    if product.pairs_per_expert > 96:
+        return many
+    programs = min(product.pairs, product.num_experts) * -(-product.n // few.block_n)
+    return few if 2 * programs >= 3 * product.num_sms else narrow
 
 
 def grouped_matrix_tile(product: Product) -> GroupedTile:
@@ -80,14 +108,18 @@ def grouped_matrix_tile(product: Product) -> GroupedTile:
     pairs_per_expert = product.pairs_per_expert
     if product.dtype.itemsize == 4:
         return GroupedTile(32, 32, 32, 4, 2)
-    if product.arch == 90 and pairs_per_expert > 0:
+    if product.invariant:
+        if product.arch == 90 and products_tiles.CHOOSES_BY_ROWS:
+            return invariant_grouped_tile(product)
+        return GroupedTile(64, 128, 64, 4, 3 if product.arch else 2)
+    if product.arch == 90:
         if pairs_per_expert <= 8:
             return GroupedTile(16, 128, 128, 4, 4)
         if pairs_per_expert <= 24:
             return GroupedTile(32, 128, 64, 4, 4)
         return GroupedTile(64, 128, 64, 4, 3) if pairs_per_expert <= 96 else GroupedTile(128, 256, 64, 8, 3)
     stages = 3 if product.arch else 2
-    if 0 < pairs_per_expert <= 16:
+    if pairs_per_expert <= 16:
         return GroupedTile(16, 128, 64, 4, stages)
     if pairs_per_expert <= 96:
         return GroupedTile(64, 128, 64, 4, stages)
@@ -104,9 +136,9 @@ def _grouped_unpack_tile(product: Product) -> GroupedTile:
     """
     if product.dtype.itemsize == 4:
         return GroupedTile(16, 32, 32, 4, 2)
-    pairs_per_expert = product.pairs_per_expert
-    if pairs_per_expert <= 0:
+    if product.invariant:
         return GroupedTile(32, 64, 32, 4, 2)
+    pairs_per_expert = product.pairs_per_expert
     block_m = 16 if pairs_per_expert <= 8 else 32 if pairs_per_expert <= 20 else 64
     return GroupedTile(block_m, 64, 32, 4, 3 if block_m == 16 else 2)
 

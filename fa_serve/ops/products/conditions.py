@@ -96,11 +96,16 @@ def refuses_invariant(product: Product) -> str | None:
     return _unless(product.invariant, "is used only if results must not depend on the number of rows, because it is slower")
 
 
+def _refuses_a_choice_by_rows(product: Product) -> str | None:
+    """Why the product may not have another kernel for another number of rows, if its rows must not depend on it."""
+    chosen = tiles.CHOOSES_BY_ROWS or not product.invariant
+    return _unless(chosen, "tiles are not chosen by the number of rows (products/tiles.py:CHOOSES_BY_ROWS is off)")
+
+
 def refuses_invariant_wgmma(product: Product) -> str | None:
     """The kernel for many rows has the bits of `invariant`, as if it were one more of its tiles."""
-    refused = refuses_invariant(product) or _other_gpu(product) or _other_dtype(product, *HALVES)
-    if refused is None and not tiles.CHOOSES_BY_ROWS:
-        refused = "tiles are not chosen by the number of rows (products/tiles.py:CHOOSES_BY_ROWS is off)"
+    refused = refuses_invariant(product) or _refuses_a_choice_by_rows(product)
+    refused = refused or _other_gpu(product) or _other_dtype(product, *HALVES)
     if refused is None and product.matrix_dtype != product.dtype:
         refused = "multiplies only matrices that have the input's dtype"
     refused = refused or _other_tokens(product, tiles.LEAST_WGMMA_ROWS, MOST_ROWS)
@@ -219,6 +224,8 @@ def refuses_expert_matrices(product: Product) -> str | None:
     least = EXPERT_MATRICES_PAIRS.limit
     return (
         _other_gpu(product)
+        or _refuses_a_choice_by_rows(product)
+        or _unless(not product.kept, "does not store the results before the gate")
         or _other_dtype(product, torch.bfloat16)
         or _unless(
             product.matrix_dtype == product.dtype,

@@ -12,7 +12,7 @@ a product is computed (run.py).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal, NamedTuple
 
@@ -41,6 +41,7 @@ class Product:
     gated:       the results of half of the rows are gates: their activation is multiplied with the results of the other half
     rounded:     x is in float8 already
     invariant:   the bits of a row must not depend on the number of rows
+    kept:        the results before the gate are stored as well, which gradients need
     num_experts: number of experts in the weight; 0 for a dense weight
     top_k:       experts that each token takes
     by_rows:     in both weights of a mixture, rows are contiguous
@@ -63,6 +64,7 @@ class Product:
     gated: bool = False
     rounded: bool = False
     invariant: bool = False
+    kept: bool = False
     num_experts: int = 0
     top_k: int = 0
     by_rows: bool = True
@@ -95,8 +97,9 @@ class Product:
 
     @property
     def pairs_per_expert(self) -> float:
-        """The average by which tiles of experts are chosen; 0 if the tile must not depend on the number of tokens."""
-        return 0.0 if self.invariant else self.pairs / self.num_experts
+        """The average by which kernels and tiles of experts are chosen. With `invariant`, only those that give rows the same
+        bits may be chosen by it."""
+        return self.pairs / self.num_experts
 
     @property
     def is_programmatic(self) -> bool:
@@ -190,9 +193,12 @@ def product_with(
     return Product(values="float", n=n, k=k, matrix_dtype=weight.dtype, contiguous=contiguous, **asked)
 
 
-def products_with_experts(experts: ExpertWeights, **asked: Any) -> tuple[Product, Product]:
-    """Both products of a mixture: the gated one, then the one with the down weights. asked: arguments of `product_with`"""
+def products_with_experts(experts: ExpertWeights, *, kept: bool = False, **asked: Any) -> tuple[Product, Product]:
+    """Both products of a mixture: the gated one, then the one with the down weights.
+
+    kept: whether the first one stores its results before the gate; asked: arguments of `product_with`
+    """
     matrices = [weight for weight in (experts.gate_up, experts.down) if isinstance(weight, Tensor)]
     asked["num_experts"] = experts.sizes.num_experts
     asked["by_rows"] = all(weight.stride(2) == 1 for weight in matrices)
-    return product_with(experts.gate_up, gated=True, **asked), product_with(experts.down, **asked)
+    return replace(product_with(experts.gate_up, gated=True, **asked), kept=kept), product_with(experts.down, **asked)

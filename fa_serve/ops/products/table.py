@@ -275,6 +275,7 @@ KERNELS: tuple[Kernel, ...] = (
         refuses=refuses_expert_matrices,
         tile=matrix_tile,
         grouped=True,
+        invariant=True,
         listed=True,
     ),
     Kernel(

@@ -55,7 +55,17 @@ def product(x: Tensor, matrices: Tensor, bias: Tensor | None, order: Tensor, gat
 class Problem:
     """A product of all pairs, with columns that do not fill the last tile and weights of any order."""
 
-    def __init__(self, gate: ops.Gate | None, *, transposed: bool = False, bias: bool = False, n: int = 72, k: int = 256):
+    def __init__(
+        self,
+        gate: ops.Gate | None,
+        *,
+        transposed: bool = False,
+        bias: bool = False,
+        n: int = 72,
+        k: int = 256,
+        invariant: bool = False,
+    ) -> None:
+        self.invariant = invariant
         rows = 2 * n if gate else 2 * n + 16
         self.gate = gate
         self.weight = randn(len(PAIRS), rows, k, dtype=BF16) / 8
@@ -73,7 +83,8 @@ class Problem:
         top_k = TOP_K if self.gate else 1
         product = product_of_experts(self.x, self.weight, len(PAIRS), top_k, self.gate, sum(PAIRS) // top_k)
         transposed = self.weight.stride(2) != 1
-        launch = plan_matrix_tiles(replace(product, num_sms=num_sms), tile, self.gate, room, stride_be, transposed)
+        product = replace(product, num_sms=num_sms, invariant=self.invariant)
+        launch = plan_matrix_tiles(product, tile, self.gate, room, stride_be, transposed)
         launch((self.weight, self.x, self.x, self.bias, self.order, list_of_tiles(room), y))
         return y
 
@@ -85,9 +96,10 @@ class Problem:
 
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 @pytest.mark.parametrize("transposed", [False, True], ids=["rows", "columns"])
+@pytest.mark.parametrize("invariant", [False, True], ids=["", "deterministic"])
 @pytest.mark.parametrize("how", GATES)
-def test_products(how: str, transposed: bool, bias: bool) -> None:
-    problem = Problem(GATES[how], transposed=transposed, bias=bias)
+def test_products(how: str, invariant: bool, transposed: bool, bias: bool) -> None:
+    problem = Problem(GATES[how], transposed=transposed, bias=bias, invariant=invariant)
     with emulated():
         y = problem.run()
     problem.check(y)

@@ -7,6 +7,7 @@ import torch
 from product_cases import dense, of_experts, with_pairs
 
 from fa_serve.ops.moe.tiles import (
+    HOPPER_INVARIANT_TILES,
     GroupedWgmmaTile,
     expert_row_tile,
     grouped_tile,
@@ -14,6 +15,7 @@ from fa_serve.ops.moe.tiles import (
     matrix_tile,
     one_expert_tile,
 )
+from fa_serve.ops.products import tiles as products_tiles
 
 
 @pytest.mark.parametrize("pairs_per_expert", [0.1, 4, 16, 17, 96, 97, 5000])
@@ -30,12 +32,25 @@ def test_tiles_of_hopper_are_those_measured_fastest() -> None:
     assert found == [(16, 128, 128), (16, 128, 128), (32, 128, 64), (64, 128, 64), (128, 256, 64), (128, 256, 64)]
 
 
-def test_deterministic_mode_has_one_tile() -> None:
-    """A tile by the number of rows would change the order of sums."""
-    for values in ("float", "float4"):
-        assert len({grouped_tile(with_pairs(0, values, tokens=tokens)) for tokens in (1, 70, 5000)}) == 1
-    assert grouped_tile(with_pairs(0)).block_m == 64
-    assert grouped_tile(with_pairs(0, dtype=torch.float32)).block_m == 32
+@pytest.mark.parametrize(
+    ("values", "changes"),
+    [("float4", {}), ("float", {"arch": 80}), ("float", {"arch": 100}), ("float", {"dtype": torch.float32})],
+)
+def test_deterministic_mode_has_one_tile_where_another_one_would_add_in_another_order(values: str, changes: dict) -> None:
+    found = {grouped_tile(with_pairs(0, values, tokens=tokens, **changes)) for tokens in (1, 70, 5000, 500_000)}
+    assert len(found) == 1
+
+
+def test_tiles_of_deterministic_mode_on_hopper_follow_the_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"num_experts": 128, "top_k": 8, "n": 1536, "k": 2048}
+    found = [grouped_tile(with_pairs(0, tokens=tokens, **sizes))[:2] for tokens in (1, 2, 3, 256, 1536, 1537, 8192)]
+    assert found == [(64, 32), (64, 32), (64, 128), (64, 128), (64, 128), (128, 256), (128, 256)]
+    assert {grouped_tile(with_pairs(0, tokens=tokens, **sizes)) for tokens in (1, 64, 8192)} == set(HOPPER_INVARIANT_TILES)
+    for tile in HOPPER_INVARIANT_TILES:
+        assert tile.block_m >= 64, "fewer rows would be another instruction"
+        assert (tile.block_m + tile.block_n) * tile.block_k * 2 * tile.num_stages <= 227 << 10
+    monkeypatch.setattr(products_tiles, "CHOOSES_BY_ROWS", False)
+    assert {grouped_tile(with_pairs(0, tokens=tokens, **sizes))[:2] for tokens in (1, 8192)} == {(64, 128)}
 
 
 @pytest.mark.parametrize(

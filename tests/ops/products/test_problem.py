@@ -10,8 +10,9 @@ import triton
 from product_cases import dense, of_experts
 from quantized import float4_weight, float8_weight, int4_weight
 
+from fa_serve import ops
 from fa_serve.backends.hopper import RELEASES
-from fa_serve.ops.products.problem import Product, compiles_gluon, product_with
+from fa_serve.ops.products.problem import Product, compiles_gluon, product_with, products_with_experts
 
 BF16 = torch.bfloat16
 ASKED = {"tokens": 3, "dtype": BF16, "arch": 90}
@@ -63,10 +64,17 @@ def test_addresses_are_multiples_of_16_bytes_or_not(offset: int) -> None:
     assert product_with(replace(weight, data=words), **ASKED).aligned == (offset != 1)
 
 
-def test_pairs_are_counted_unless_rows_must_not_know_each_other() -> None:
+def test_pairs_are_counted() -> None:
     product = of_experts(tokens=8, top_k=4, num_experts=16)
     assert (product.pairs, product.pairs_per_expert) == (32, 2.0)
-    assert replace(product, invariant=True).pairs_per_expert == 0.0
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_only_the_gated_product_of_a_mixture_keeps_what_is_before_the_gate(kept: bool) -> None:
+    gate_up, down = (torch.zeros(4, n, k, dtype=torch.bfloat16) for n, k in ((64, 32), (32, 32)))
+    experts = ops.ExpertWeights(gate_up, None, down, None, ops.Gate("silu"))
+    products = products_with_experts(experts, kept=kept, tokens=8, dtype=torch.bfloat16, arch=90, top_k=2)
+    assert [product.kept for product in products] == [kept, False]
 
 
 def test_what_an_architecture_has() -> None:

@@ -9,7 +9,7 @@ import torch
 from product_cases import dense, of_experts, with_pairs
 from torch_processes import after_torch
 
-from fa_serve.ops.products import table
+from fa_serve.ops.products import table, tiles
 from fa_serve.ops.products.crossovers import EXPERT_MATRICES_PAIRS, EXPERT_WGMMA_PAIRS, GROUPED_PAIRS
 from fa_serve.ops.products.problem import Product
 from fa_serve.ops.products.table import ANY_VALUES, KERNELS, changes_of_kernel, kernel_named, kernels_by_tokens, select_kernel
@@ -117,7 +117,9 @@ def test_experts(product: Product, kernel: str) -> None:
     [
         pytest.param({}, "expert_matrices", id="rows"),
         pytest.param({"pairs_per_expert": EXPERT_MATRICES_PAIRS.limit - 1}, "grouped", id="few"),
-        pytest.param({"pairs_per_expert": 0}, "grouped", id="deterministic"),
+        pytest.param({"invariant": True}, "expert_matrices", id="deterministic"),
+        pytest.param({"invariant": True, "pairs_per_expert": 1}, "grouped", id="deterministic-few"),
+        pytest.param({"invariant": True, "kept": True}, "grouped", id="with-gradients"),
         pytest.param({"dtype": HALF, "matrix_dtype": HALF}, "grouped", id="float16"),
         pytest.param({"matrix_dtype": torch.float32}, "grouped", id="float32-matrices"),
         pytest.param({"arch": 80}, "grouped", id="Ampere"),
@@ -130,7 +132,16 @@ def test_experts(product: Product, kernel: str) -> None:
 )
 def test_experts_with_matrices(changes: dict, kernel: str) -> None:
     pairs = changes.pop("pairs_per_expert", EXPERT_MATRICES_PAIRS.limit)
-    assert select_kernel(with_pairs(pairs, **{"n": 1536, "k": 2048, **changes})).kernel.name == kernel
+    product = replace(with_pairs(pairs, n=1536, k=2048), **changes)
+    assert select_kernel(product).kernel.name == kernel
+
+
+def test_rows_have_one_kernel_of_experts_where_no_gpu_has_compared_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiles, "CHOOSES_BY_ROWS", False)
+    choice = select_kernel(replace(with_pairs(64, n=1536, k=2048), invariant=True))
+    assert choice.kernel.name == "grouped"
+    assert "CHOOSES_BY_ROWS is off" in choice.passed_over["expert_matrices"]
+    assert select_kernel(with_pairs(64, n=1536, k=2048)).kernel.name == "expert_matrices"
 
 
 def test_a_choice_says_why_the_rows_before_it_were_passed_over() -> None:
