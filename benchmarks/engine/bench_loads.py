@@ -70,7 +70,6 @@ def body_of(arrival: Arrival, vocab: int, options: dict[str, Any], longest: int)
         "max_tokens": min(arrival.max_tokens, longest),
         "n": arrival.n,
         "temperature": 0,
-        "seed": 0,
         "ignore_eos": True,
         "stream": True,
         "stream_options": {"include_usage": True},
