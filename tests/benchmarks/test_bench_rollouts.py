@@ -86,6 +86,7 @@ def test_where_the_first_difference_is() -> None:
     assert "1 of 4 tokens DIFFER, by up to nan" in bench_rollouts.compare(expected.where(expected > -4, torch.nan), expected)
 
 
+@pytest.mark.slow
 def test_generate_batch_is_a_peer_of_rollouts(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -105,6 +106,7 @@ def test_generate_batch_is_a_peer_of_rollouts(
     assert run_main(monkeypatch, "--parts", "generate_batch") == 2, "it has no line without the rollouts"
 
 
+@pytest.mark.slow
 def test_generate_batch_is_stopped(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     work = Workload(2, 2, 8, 4000)
     peers = measure_generate_batch("tiny", work, device="cpu", tiny=True, seconds=0.5, out=tmp_path)
