@@ -4,9 +4,10 @@
     rates = measure_vllm("qwen06", work, device="cuda", path=DIR, out=folder)
     rates |= measure_generate_batch("qwen06", work, device="cuda", tiny=False, seconds=60.0, out=folder)
 
-vLLM answers each workload three times, and the faster of the last two counts. `generate_batch` of transformers would need a
-quarter of an hour for one, so it is stopped after some seconds: its rate is that of the tokens it has by then. Its contexts are
-then shorter than those of a whole run, which favours it. What fails is said and left out.
+vLLM answers each workload three times, and the faster of the last two counts. `generate_batch` of transformers would need
+minutes for each, so it is stopped after some seconds: its rate is that of the tokens it has by then. Compared with a whole run,
+its contexts are shorter, which favours it, and prompts have a larger share of the time, which does not. What fails is said and
+left out.
 """
 
 from __future__ import annotations
