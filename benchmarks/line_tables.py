@@ -51,6 +51,7 @@ PEERS = {
     "prompts": "beside prompts of text",
     "max_images=0": "an engine without images",
     "vllm": "vLLM 0.26",
+    "generate_batch": "`generate_batch`",
     "plain forward": "the model's own forward",
     "no cache": "without the prefix cache",
     "copy": "one copy of as many bytes",

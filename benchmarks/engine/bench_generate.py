@@ -294,9 +294,9 @@ def batch(bench: Bench, model: PreTrainedModel, shape: Shape, title: str) -> Non
         started = time.perf_counter()
         manager.warmup()
         manager.start()
-        _answer(manager, prompt(shape, 256 if name == OURS else 4, 512).tolist(), 4, 60)
+        answer_within(manager, prompt(shape, 256 if name == OURS else 4, 512).tolist(), 4, 60)
         warm = time.perf_counter()
-        tokens, seconds = _answer(manager, prompt(shape, 256, 512).tolist(), 256, 60 if name == OURS else 20)
+        tokens, seconds = answer_within(manager, prompt(shape, 256, 512).tolist(), 256, 60 if name == OURS else 20)
         print(f"{name}: warm-up {warm - started:.1f} s, {tokens} tokens in {seconds:.1f} s", flush=True)
         manager.destroy()
         return tokens / seconds
@@ -305,7 +305,7 @@ def batch(bench: Bench, model: PreTrainedModel, shape: Shape, title: str) -> Non
     bench.compare(f"batch_{title}_256x512+256", "token/s", calls, 12, turns=1)
 
 
-def _answer(manager: Any, prompts: list[list[int]], new: int, limit: float) -> tuple[int, float]:
+def answer_within(manager: Any, prompts: list[list[int]], new: int, limit: float) -> tuple[int, float]:
     """Tokens and seconds when all requests are done, or after `limit` seconds."""
     started = time.perf_counter()
     manager.add_requests(prompts, max_new_tokens=new)

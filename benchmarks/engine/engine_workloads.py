@@ -174,6 +174,16 @@ QUANTISED = {
 SPARSE = ("llama70b",)
 """Shapes whose files have holes (`make_sparse_folder`), because 141 GB of random numbers take minutes to write."""
 SHAPES |= {name: SHAPES[base] for name, (base, _) in QUANTISED.items()}
+# Other families at about the size of qwen06, which differ from it only in what is theirs.
+MIXTURE = {"moe_intermediate_size": 384, "num_experts": 32, "num_experts_per_tok": 8, "norm_topk_prob": True}
+WINDOWS = {"sliding_window": 512, "sliding_window_pattern": 6, "query_pre_attn_scalar": 256}
+SHAPES |= {
+    "llama06": SHAPES["qwen06"] | {"model_type": "llama"},
+    "qwenmoe06": SHAPES["qwen06"] | {"model_type": "qwen3_moe"} | MIXTURE,
+    "gemma06": SHAPES["qwen06"]
+    | {"model_type": "gemma3_text", "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256}
+    | WINDOWS,
+}
 TINY = {
     "hidden_size": 64,
     "intermediate_size": 128,
@@ -199,6 +209,7 @@ TINY = {
     "vocab_size": 512,
     "max_position_embeddings": 8192,
     "sliding_window": 128,
+    "sliding_window_pattern": 2,
 }
 """The sizes that a shape has with --tiny, of which each shape takes those that it has."""
 
