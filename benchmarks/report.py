@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks import line_tables, overview
 
 ROOT = Path(__file__).parent.parent
-PAGES = (ROOT / "docs" / "performance.md", ROOT / "docs" / "performance-engine.md")
+PAGES = tuple(ROOT / "docs" / f"{name}.md" for name in ("performance", "performance-engine", "engine/scheduling"))
 COLOURS = {"ours": "#d1495b", "cudnn": "#30638e", "fa3": "#003d5b", "fa4": "#edae49", "flash": "#8d99ae"}
 LABELS = {
     "ours": "fa_serve",
@@ -98,6 +98,18 @@ OWN = {
 }
 OPEN_LOADS = ("cold, 12/s", "warm, 6/s", "warm, 12/s", "warm, 24/s", "warm, 36/s")
 OPEN_TIMES = ("first token", "per token", "between tokens")
+# load of bench_loads.py, description
+LOADS = {
+    "long": "60 prompts of 750 to 29,000 tokens at 1.5/s, answers of 256",
+    "mixed-80": "150 prompts of 100 to 30,000 tokens at 2.9/s, answers of 64 to 512",
+    "mixed-100": "150 others at 3.8/s",
+    "prefixes": "512 requests at 40/s over 16 prefixes of 3,000 tokens",
+    "answers": "n = 4, prompts of 1,024, answers of 128, 32 requests at once",
+    "sampled": "penalties, 128 at once, prompts and answers of 256, the first time",
+    "sampled again": "the same again",
+    "logprobs": "five log-probabilities, 64 at once",
+}
+LOAD_TIMES = ("first token", "between tokens")
 SHAPES = {"llama8b": "Llama-3.1-8B", "qwen06": "Qwen3-0.6B"}
 # case of a model in generate.jsonl, description
 GENERATE = {
@@ -292,8 +304,33 @@ def open_table() -> str:
     return "\n".join(rows) + f"\n\nMeasured at commit {at}. In this run, {times}.\n"
 
 
+def loads_table() -> str:
+    """Mixed loads over HTTP: ours and, below, those of the peer. Ours are bold where the peer is better."""
+    lines = {line["case"].removeprefix("llama8b "): line for line in read("loads")}
+    heads = " | ".join(f"{time}, ms: p50, p99" for time in LOAD_TIMES)
+    rows = [f"| load | server | requests/s | tokens/s | {heads} |", "|---" * (4 + len(LOAD_TIMES)) + "|"]
+    for name, what in LOADS.items():
+        found = [[lines[f"{name}, {rate}"]] for rate in ("requests/s", "tokens/s")]
+        found += [[lines[f"{name}, {time} {percentile}"] for percentile in ("p50", "p99")] for time in LOAD_TIMES]
+        ours = [", ".join(_or_bold(line["ours"], line["ratio"] < 1) for line in cell) for cell in found]
+        theirs = [", ".join(_digits(line["peers"]["vllm"]) for line in cell) for cell in found]
+        rows.append(f"| {what} | fa_serve | {' | '.join(ours)} |")
+        rows.append(f"| | vLLM 0.26 | {' | '.join(theirs)} |")
+    runs = dict.fromkeys(line["commit"] for line in lines.values())
+    starts = {case: lines[f"start, {case}"] for case in ("cold", "warm")}
+    return "\n".join(rows) + (
+        f"\n\nMeasured at {', '.join(runs)} on one {_gpu(starts['cold'])}. With empty caches, ours was ready "
+        f"{starts['cold']['ours']:.1f} s after its start, and vLLM {starts['cold']['peers']['vllm']:.1f} s. With the caches that "
+        f"it had filled, ours was ready after {starts['warm']['ours']:.1f} s, while vLLM started.\n"
+    )
+
+
+def _digits(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
 def _or_bold(value: float, bold: bool) -> str:
-    return f"**{value:.3g}**" if bold else f"{value:.3g}"
+    return f"**{_digits(value)}**" if bold else _digits(value)
 
 
 def generate_table() -> str:
@@ -322,6 +359,7 @@ def blocks() -> dict[str, str]:
             ("results", table()),
             ("engine", engine_table()),
             ("open", open_table()),
+            ("loads", loads_table()),
             ("generate", generate_table()),
         )
     }

@@ -133,7 +133,7 @@ class Drive:
 
     def load(self, name: str, url: str) -> dict[str, Any]:
         kind = name.removesuffix(" again")
-        draw = random.Random(name)
+        draw = random.Random(kind.split("-")[0] + name.removeprefix(kind))  # loads of one kind differ in their rates alone
         arrivals = WARM_UP(draw) if kind == "warm-up" else simulate_scheduler.LOADS[kind](draw)
         arrivals = arrivals[: self.options.requests]
         longest = LONGEST if self.options.requests is None else 24
