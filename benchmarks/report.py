@@ -317,11 +317,11 @@ def loads_table() -> str:
         rows.append(f"| {what} | fa_serve | {' | '.join(ours)} |")
         rows.append(f"| | vLLM 0.26 | {' | '.join(theirs)} |")
     runs = dict.fromkeys(line["commit"] for line in lines.values())
-    starts = {case: lines[f"start, {case}"] for case in ("cold", "warm")}
+    cold, warm = (lines[f"start, {case}"] for case in ("cold", "warm"))
     return "\n".join(rows) + (
-        f"\n\nMeasured at {', '.join(runs)} on one {_gpu(starts['cold'])}. With empty caches, ours was ready "
-        f"{starts['cold']['ours']:.1f} s after its start, and vLLM {starts['cold']['peers']['vllm']:.1f} s. With the caches that "
-        f"it had filled, ours was ready after {starts['warm']['ours']:.1f} s, while vLLM started.\n"
+        f"\n\nMeasured at {', '.join(runs)} on one {_gpu(cold)}. With empty caches, ours was ready {cold['ours']:.1f} s after its "
+        f"start, and vLLM {cold['peers']['vllm']:.1f} s. With the caches that it had filled, ours was ready after "
+        f"{warm['ours']:.1f} s, while vLLM started.\n"
     )
 
 
