@@ -319,8 +319,8 @@ def loads_table() -> str:
     runs = dict.fromkeys(line["commit"] for line in lines.values())
     cold, warm = (lines[f"start, {case}"] for case in ("cold", "warm"))
     return "\n".join(rows) + (
-        f"\n\nMeasured at {', '.join(runs)} on one {_gpu(cold)}. With empty caches, ours was ready {cold['ours']:.1f} s after its "
-        f"start, and vLLM {cold['peers']['vllm']:.1f} s. With the caches that it had filled, ours was ready after "
+        f"\n\nMeasured at {', '.join(runs)} on one {_gpu(cold)}. With empty caches, ours was ready {cold['ours']:.1f} s after "
+        f"its start, and vLLM {cold['peers']['vllm']:.1f} s. With the caches that it had filled, ours was ready after "
         f"{warm['ours']:.1f} s, while vLLM started.\n"
     )
 
