@@ -147,9 +147,9 @@ class Settings(BaseSettings):
     )
     kv_host_folder_bytes: Size = _option(64 * 2**30, "Maximum total size of the files in --kv-host-folder.", "Engine", ge=1)
     cascade_attention: bool = _option(
-        False,
+        True,
         "Read pages that many decoding sequences share (a system prompt, or the prompt of n answers) once for all of them, "
-        "where that is faster. May change tokens.",
+        "where that is faster. Not with --speculative or --deterministic.",
         "Engine",
     )
     eager: bool = _option(False, "Turn off CUDA graphs and, unless --deterministic, fused layers.", "Engine")

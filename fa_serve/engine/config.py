@@ -77,8 +77,9 @@ class EngineConfig:
                             settings finds them there; None writes no files
     kv_host_folder_bytes:   maximum number of bytes of all files in kv_host_folder together
     cascade_attention:      in each step, read pages that many decoding sequences share (those of a system prompt, or of the
-                            prompt of n answers) only once for all of them, where that is faster. It may change tokens, because
-                            sums are taken in another order
+                            prompt of n answers) only once for all of them, where that is faster. Sums are taken in another order
+                            there, so tokens may differ from those of the same request alone. Not with drafts or
+                            deterministic=True
     eager:                  no CUDA graphs and no fusion: every step launches the model's own kernels one by one. With
                             deterministic=True layers are still fused, so that the bits are the same with and without graphs
     fusion:                 compute layers of the Llama kind with fewer, fused kernels, which are verified at start-up
@@ -131,7 +132,7 @@ class EngineConfig:
     kv_host_memory: int = 0
     kv_host_folder: str | Path | None = None
     kv_host_folder_bytes: int = 64 << 30
-    cascade_attention: bool = False
+    cascade_attention: bool = True
     eager: bool = False
     fusion: bool = True
     speculative: str | None = None

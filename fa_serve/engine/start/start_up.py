@@ -44,7 +44,7 @@ BUSY_CORES = 2
 """Cores left for loading and running the model meanwhile, and for answering HTTP."""
 WARM_UP_SECONDS = 120.0
 """How long the start-up waits for kernels. Kernels that are not compiled by then are compiled when a request needs them."""
-CAPTURE_SECONDS = 5.0
+CAPTURE_SECONDS = 3.0
 """How long graphs are captured before the engine is ready. The most useful ones come first."""
 
 SILENT = PhaseClock(None)
