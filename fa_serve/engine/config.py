@@ -77,8 +77,8 @@ class EngineConfig:
                             settings finds them there; None writes no files
     kv_host_folder_bytes:   maximum number of bytes of all files in kv_host_folder together
     cascade_attention:      in each step, read pages that many decoding sequences share (those of a system prompt, or of the
-                            prompt of n answers) only once for all of them, where that is faster. Sums are taken in another order
-                            there, so tokens may differ from those of the same request alone. Not with drafts or
+                            prompt of n answers) only once for all of them, where that is faster. Sums are taken in another
+                            order there, so tokens may differ from those of the same request alone. Not with drafts or
                             deterministic=True
     eager:                  no CUDA graphs and no fusion: every step launches the model's own kernels one by one. With
                             deterministic=True layers are still fused, so that the bits are the same with and without graphs
