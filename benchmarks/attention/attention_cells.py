@@ -28,6 +28,7 @@ MIXED_CELLS = (
     (40, 4, 512, 4096),
     (64, 8, 256, 2048),
     (128, 2, 1024, 16384),
+    (44, 4, 300, 5000),
 )
 
 # name, query heads, KV heads, head_dim, head_dim_v, window (left, right), softcap
@@ -69,6 +70,10 @@ CHUNK_CELLS = (
     (1024, 4096, 2),
     (2048, 16384, 1),
     (2048, 65536, 1),
+    # last tiles that would be nearly empty
+    (300, 5000, 1),
+    (300, 5000, 4),
+    (160, 12000, 1),
 )
 VERIFY_HEADS = ((32, 8, 128), (64, 8, 128), (32, 32, 128), (28, 4, 128), (64, 8, 64))
 # queries, keys, sequences

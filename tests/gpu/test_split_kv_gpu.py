@@ -169,7 +169,15 @@ CHUNKS = [
     Case((128,), (65536 + 128,), heads=(32, 8)),
     Case((2048,), (65536 + 2048,), heads=(2, 1)),
     Case((2048, 1), (8192 + 2048, 9000), heads=(2, 1), head_dims=(64, 64)),
+    Case((300,), (5300,), heads=(16, 8)),
+    Case((300,), (5300,), heads=(64, 8), head_dims=(64, 64)),
+    Case((24,), (9000,), heads=(32, 8), sinks=True),
 ]
+WHOLE = [
+    Case((300,) * 4, (5300,) * 4, heads=(64, 8)),
+    Case((300, 1, 160, 700), (5300, 9000, 12000, 3000), heads=(64, 8), head_dims=(64, 64), window=(4000, 0)),
+]
+"""Chunks whose heads share tiles, of which there are enough to fill the GPU."""
 
 
 @pytest.mark.parametrize("layout", ["packed", "paged"])
@@ -187,6 +195,13 @@ def test_split_keys(case: Case, layout: str, tables: list[tuple[int, Tensor]]) -
         again, again_lse = run(call.tensors)
         assert torch.equal(again, out)
         assert torch.equal(again_lse, lse)
+
+
+@pytest.mark.parametrize("case", WHOLE, ids=str)
+def test_chunks_whose_heads_share_tiles(case: Case, tables: list[tuple[int, Tensor]]) -> None:
+    call = Call(case, "paged")
+    out, lse = call.plan()(call.tensors)
+    call.check(out, lse)
 
 
 @pytest.mark.parametrize("max_splits", [1, 2, 3, 7, 16])

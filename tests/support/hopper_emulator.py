@@ -334,6 +334,8 @@ def _language() -> types.SimpleNamespace:
         maximum=_tensors(torch.maximum, max),
         minimum=_tensors(torch.minimum, min),
         max=lambda x, axis: x.amax(axis),
+        min=lambda x, axis: x.amin(axis),
+        argmin=lambda x, axis: (x == x.amin(axis, keepdim=True)).int().argmax(axis).int(),
         sum=lambda x, axis: x.sum(axis, dtype=x.dtype),
         cumsum=lambda x, axis: x.cumsum(axis),
         reduce=lambda x, axis, combine: functools.reduce(combine, functools.reduce(combine, x)),

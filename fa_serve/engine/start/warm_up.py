@@ -36,6 +36,9 @@ FEW_QUERIES = 16
 """Up to this many queries per sequence, attention chooses its tiles by the number of queries (fa_serve.spec.FEW_QUERIES)."""
 MIXED_QUERIES = 64
 """Tokens of the prompt in the steps that stand for a prompt together with decoding sequences."""
+ODD_CHUNKS = (24, 144)
+"""Tokens of chunks that leave most rows of their last tile empty, so that the heads of a KV head share tiles: of 64 and of 128
+rows. No power of two does."""
 KEYS_OF_BATCHES = (64, 1024)
 """For several sequences, tiles depend on whether the keys fit one block and whether they are at most 1024."""
 
@@ -147,6 +150,7 @@ def empty_steps(*, max_num_seqs: int, max_tokens: int, max_keys: int, max_logits
     steps += [EmptyStep(2, count, count, fresh=True) for count in queries]
     for keys in powers_of_two(max_keys):
         steps += [EmptyStep(batch, count, keys) for batch in (1, 2) for count in queries]
+    steps += [EmptyStep(batch, count, max_keys) for batch in (1, 2) for count in ODD_CHUNKS]
     # products and experts choose tiles by the tokens of all sequences, which may be more than one sequence has
     for tokens in powers_of_two(max_tokens):
         count = min(max(tokens // max_keys, 1), max_num_seqs)

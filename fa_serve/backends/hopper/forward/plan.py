@@ -64,7 +64,7 @@ from fa_serve.backends.triton.float8_inputs import BLOCK_KEYS, Form, InputQuanti
 from fa_serve.block_lists import BlockLists
 from fa_serve.launching.launch import Launch, View, broadcast_strides, multiprocessors
 from fa_serve.launching.plans import Run
-from fa_serve.spec import TREE_SPLITS
+from fa_serve.spec import FEW_QUERIES, TREE_SPLITS
 
 SHARE_BIAS = False
 """Whether the tiles of one head and the same rows of all sequences are computed one after the other, if all sequences add the
@@ -114,6 +114,10 @@ def plan_hopper_forward(
         quantizer = InputQuantizer(layouts[:3], form, sequences, options, table_stride)
         layouts[:3] = quantizer.layouts
     may_pad = form != "dense" and math.prod(out_shape) < _MAX_PADDED
+    lengths = (options.max_seqlen_q, options.max_seqlen_k)
+    forms = (form != "dense", form == "paged")
+    plain_tiles = hopper_forward_tiles(q.shape[-1], v.shape[-1], options.window_size, *lengths, *forms)
+    keys = _visible_keys(options) if form == "paged" else 0
     problem = _Problem(
         q=layouts[0],
         k=layouts[1],
@@ -127,7 +131,11 @@ def plan_hopper_forward(
         blocks=tensors.blocks,
         mask=tensors.mask,
         scale_stride=0 if quantizer is None else quantizer.groups,
-        pack_gqa=heads_to_pack(q.shape[-2] // k.shape[-2], options.max_seqlen_q, may_pad=may_pad) if plain else 1,
+        pack_gqa=heads_to_pack(
+            q.shape[-2] // k.shape[-2], options.max_seqlen_q, keys, rows=plain_tiles.block_m, may_pad=may_pad
+        )
+        if plain
+        else 1,
     )
     launches = _plan_launches(problem, tiles, max_splits)
     if launches.attention is None and not options.skip_q:
@@ -177,6 +185,11 @@ class _Problem(NamedTuple):
         return not self.packed or self.q.shape[0] == self.batch * self.options.max_seqlen_q
 
     @property
+    def packs_chunks(self) -> bool:
+        """Whether heads share the tiles of chunks, of which the device decides whether keys are split."""
+        return self.pack_gqa > 1 and self.options.max_seqlen_q > FEW_QUERIES
+
+    @property
     def tile_heads(self) -> int:
         """Heads that have separate tiles."""
         return self.num_heads if self.pack_gqa == 1 else self.k.shape[-2]
@@ -207,11 +220,13 @@ def _plan_launches(problem: _Problem, tiles: HopperTiles | None, max_splits: int
     elif tiles is None and options.precision != "bf16":
         tiles = hopper_float8_tiles(*head_dims)
     elif tiles is None:
-        lengths = (options.max_seqlen_q * problem.pack_gqa, options.max_seqlen_k)
+        rows = options.max_seqlen_q * (1 if problem.packs_chunks else problem.pack_gqa)
+        lengths = (rows, options.max_seqlen_k)
         tiles = hopper_forward_tiles(*head_dims, options.window_size, *lengths, problem.packed, problem.paged)
     if max_splits is None:
         max_splits = 1 if follows_tree else _split_limit(problem, tiles)
     padded = problem.pack_gqa > problem.heads_per_kv
+    splits_keys = padded or max_splits > 1 or problem.packs_chunks
     assert not problem.paged or tiles.block_n <= MAX_KEYS_PER_TILE
     assert not follows_tree or tiles.block_n == TREE_KEYS
     var = Variant(
@@ -233,8 +248,8 @@ def _plan_launches(problem: _Problem, tiles: HopperTiles | None, max_splits: int
         gaps=problem.form == "packed" and options.precision != "bf16",
         pack_gqa=problem.pack_gqa,
         padded=padded,
-        split_kv=padded or max_splits > 1,
-        dim_v=head_dims[1] if padded or max_splits > 1 else 0,
+        split_kv=splits_keys,
+        dim_v=head_dims[1] if splits_keys else 0,
         tree_blocks=GROUP_KEYS // TREE_KEYS if follows_tree else 0,
     )
     assert blocks is None or (var.block_q % tiles.block_m == 0 and var.block_k % tiles.block_n == 0)
@@ -305,6 +320,7 @@ def _plan_table(problem: _Problem, var: Variant, counts: _TileCounts, resident: 
         resident=resident,
         max_splits=max_splits,
         min_blocks=MIN_BLOCKS_OF_A_SPLIT,
+        by_waves=options.max_seqlen_q > FEW_QUERIES,
     )
 
 
@@ -313,14 +329,19 @@ def _split_limit(problem: _Problem, tiles: HopperTiles) -> int:
     options = problem.options
     if not problem.packed or options.precision != "bf16" or problem.blocks is not None:
         return 1
-    left, _ = options.window_size
-    keys = options.max_seqlen_k if left < 0 else min(options.max_seqlen_k, left + options.max_seqlen_q)
     queries = tiles.block_m // problem.pack_gqa
     longest = -(-options.max_seqlen_q // queries)
     # with equal lengths, each sequence has as many tiles as the longest; else all queries fill at least this number of tiles
     count = problem.batch * longest if problem.equal else max(longest, problem.q.shape[0] // queries)
     resident = multiprocessors(problem.device, 132) * tiles.blocks_per_sm
-    return key_splits(count * problem.tile_heads, resident, options.max_seqlen_q, keys)
+    given = (count * problem.tile_heads, resident, options.max_seqlen_q, _visible_keys(options))
+    return key_splits(*given, packed_heads=problem.packs_chunks)
+
+
+def _visible_keys(options: AttentionOptions) -> int:
+    """How many keys a row of the longest sequence sees."""
+    left, _ = options.window_size
+    return options.max_seqlen_k if left < 0 else min(options.max_seqlen_k, left + options.max_seqlen_q)
 
 
 def _plan_combine(problem: _Problem, var: Variant, counts: _TileCounts, max_splits: int) -> Combine:
@@ -360,7 +381,8 @@ def _count_tiles(problem: _Problem, var: Variant, resident: int, max_splits: int
     if var.pack_gqa > 1 or var.split_kv:  # few tiles, which run at once
         group = tail = problem.tile_heads if problem.packed else batch * problem.tile_heads
     if var.split_kv:
-        per_head = table_capacity(per_head, problem.tile_heads, resident, max_splits)
+        by_waves = options.max_seqlen_q > FEW_QUERIES
+        per_head = table_capacity(per_head, problem.tile_heads, resident, max_splits, by_waves=by_waves)
     return _TileCounts(num_m, per_head, group, tail)
 
 

@@ -294,15 +294,35 @@ def _small_are_faster(width: int, window: tuple[int, int], max_seqlen_q: int, se
     return seen <= (256 if width <= 96 or left >= 0 else 128)
 
 
-def heads_to_pack(heads_per_kv: int, max_seqlen_q: int, *, may_pad: bool) -> int:
-    """How many query heads share a tile, a power of two: all heads of a KV head if there are few queries, else 1.
+PACKED_TILES = 0.9
+"""The heads of a KV head share the tiles of a chunk if that takes at most this part of the tiles, because the last tile of each
+head would be nearly empty. FlashAttention-3 has the same limit."""
 
-    See `pack_gqa`.
 
+def heads_to_pack(heads_per_kv: int, max_seqlen_q: int, keys: int = 0, *, rows: int = 128, may_pad: bool) -> int:
+    """How many query heads share a tile, a power of two: all heads of a KV head, or 1; see `pack_gqa`.
+
+    They share tiles if there are few queries, or if the queries are chunks behind many keys in pages, of which shared tiles
+    leave fewer rows empty.
+
+    keys:    keys in pages that a row sees; 0 if keys are not in pages
+    rows:    of a tile
     may_pad: whether the number may be rounded up to a power of two, because the output of padded tiles can be combined
     """
     pack_gqa = power_of_2(heads_per_kv)
-    return pack_gqa if max_seqlen_q <= FEW_QUERIES and pack_gqa <= 64 and (may_pad or pack_gqa == heads_per_kv) else 1
+    if pack_gqa > 64:
+        return 1
+    if max_seqlen_q <= FEW_QUERIES:
+        return pack_gqa if may_pad or pack_gqa == heads_per_kv else 1
+    if pack_gqa != heads_per_kv or not _may_split_chunks(max_seqlen_q, keys):
+        return 1
+    shared = -(-max_seqlen_q * pack_gqa // rows)
+    return pack_gqa if shared <= PACKED_TILES * pack_gqa * -(-max_seqlen_q // rows) else 1
+
+
+def _may_split_chunks(max_seqlen_q: int, keys: int) -> bool:
+    """Whether the keys of chunks are many enough to be split."""
+    return keys >= max(MIN_SPLIT_KEYS, 4 * max_seqlen_q)
 
 
 MAX_SPLITS = 16
@@ -319,12 +339,13 @@ MIN_FILLED = 0.45
 """If tiles of a few queries occupy a smaller share of the thread blocks of an H100, the decoding kernel is faster."""
 
 
-def key_splits(tiles: int, resident: int, max_seqlen_q: int, keys: int) -> int:
+def key_splits(tiles: int, resident: int, max_seqlen_q: int, keys: int, *, packed_heads: bool = False) -> int:
     """Into how many splits the keys of a row may be cut, 1 if they stay whole; see `split_kv.tile_scheduler`, which cuts them.
 
     tiles: a lower bound of the tiles of the launch
     resident: thread blocks that run at once
     keys:  how many keys a row of the longest sequence sees
+    packed_heads: the heads of a KV head share the tiles of chunks. The device decides whether their keys are split, by waves
 
     The limit bounds the buffer: about 4 partial outputs for each thread block that runs at once, 16 for a few queries, but at
     least 2 for each tile of a few queries. Prompts whose tiles fill the GPU stay whole. For a few queries the device decides,
@@ -336,8 +357,10 @@ def key_splits(tiles: int, resident: int, max_seqlen_q: int, keys: int) -> int:
     splits, 107 with up to 16. 16 queries in each of 16 sequences of 1024 keys: 29 and 34.
     """
     few = max_seqlen_q <= FEW_QUERIES
-    if keys < max(MIN_SPLIT_KEYS_OF_FEW if few else MIN_SPLIT_KEYS, 4 * max_seqlen_q):
+    if not (keys >= MIN_SPLIT_KEYS_OF_FEW if few else _may_split_chunks(max_seqlen_q, keys)):
         return 1
+    if packed_heads:
+        return max(min(MAX_SPLITS, 4 * resident // max(tiles, 1)), 1)
     if few:
         return min(MAX_SPLITS, max(2, 16 * resident // max(tiles, 1)))
     waves = -(-tiles // resident)

@@ -7,6 +7,10 @@ stays whole, because combining has a cost. So does a sequence of up to 5/4 of th
 thread blocks of a multiprocessor share its bandwidth, so more of them are not faster. On one H100, 4 queries in each of 32
 sequences of 4096 keys (64/8 heads of 64) take 119 us in two splits and 101 us whole.
 
+Chunks of prompts whose sequences visit equally many blocks, such as a single chunk, are cut `by_waves`: their tiles are equally
+long, so the thread blocks compute them in waves, and the last wave may be nearly empty. With 48 tiles and 132 thread blocks, 3
+splits take two waves of a third of the blocks each, and 2 splits one wave of a half.
+
 Records have the form of `forward.tile_scheduler`, but the second number is splits * SPLIT_BASE + split. They are in the order
 of sequences, because they are about equally long.
 """
@@ -43,6 +47,20 @@ def _blocks_of_tile(
     return low, high
 
 
+@triton.jit
+def _cut_by_waves(tiles, blocks, resident, max_splits, min_blocks, MOST: tl.constexpr):
+    """Into how many splits each of so many tiles of `blocks` key blocks is cut, so that the waves of thread blocks end soonest.
+
+    The start and the end of a thread block cost about as much as three blocks, and combining as two. `table_capacity` has room
+    for 4 splits more than tiles for each thread block.
+    """
+    cut = 1 + tl.arange(0, MOST)
+    waves = (tiles * cut + resident - 1) // resident
+    cost = waves * ((blocks + cut - 1) // cut + 3) + tl.where(cut > 1, 2, 0)
+    fits = (cut <= max_splits) & (cut * min_blocks <= blocks) & (tiles * (cut - 1) <= 4 * resident)
+    return 1 + tl.argmin(tl.where(fits | (cut == 1), cost, 1 << 30), 0)
+
+
 @triton.jit(
     do_not_specialize=[
         "capacity",
@@ -55,6 +73,7 @@ def _blocks_of_tile(
         "resident",
         "max_splits",
         "min_blocks",
+        "by_waves",
         *OUTPUT,
     ]
 )
@@ -74,6 +93,7 @@ def _split_table(
     resident,
     max_splits,
     min_blocks,
+    by_waves,
     total_q,
     num_heads,
     stride_lse,
@@ -96,14 +116,22 @@ def _split_table(
     output = (total_q, num_heads, stride_lse, stride_token, stride_head)
     clear_tail(out_ptr, lse_ptr, cu_q_ptr, batch, skip_q, output, DIM_V, BLOCK_DV)
     total = 0
+    count = 0
+    longest = 0
+    shortest = 1 << 30
     for start in range(0, batch, CHUNK):
         b = start + tl.arange(0, CHUNK)
         _, ql, _, kl = sequence_bounds(b, batch, skip_q, cu_q_ptr, k_ptr, PAGED, 1)
         tiles = ceil_div_up_to_zero(ql, BLOCK_M)
         low, high = _blocks_of_tile(tl.maximum(tiles - 1, 0), ql, kl, left, right, BLOCK_M, BLOCK_N, HAS_LEFT, HAS_RIGHT)
         total += tl.sum(tiles * (high - low), 0)
+        count += tl.sum(tiles, 0)
+        longest = tl.maximum(longest, tl.max(tl.where(tiles > 0, high - low, 0), 0))
+        shortest = tl.minimum(shortest, tl.min(tl.where(tiles > 0, high - low, 1 << 30), 0))
     share = tl.maximum((total * tile_heads + resident - 1) // resident, min_blocks)
     whole = 5 * ((total * tile_heads + processors - 1) // processors) // 4
+    even = (by_waves != 0) & (longest == shortest)
+    cut_of_all = _cut_by_waves(count * tile_heads, longest, resident, max_splits, min_blocks, SPLIT_BASE)
     before = 0
     sequence = 0
     place = 0
@@ -120,6 +148,7 @@ def _split_table(
         blocks = high - low
         cut = tl.minimum(tl.maximum((2 * blocks + share) // (2 * share), 1), max_splits)
         cut = tl.where(blocks <= whole, 1, cut)
+        cut = tl.where(even, cut_of_all, cut)
         last = before + tl.cumsum(tiles * cut, 0)
         mine = (last > index) & (last - tiles * cut <= index)
         sequence += tl.sum(tl.where(mine, b, 0), 0)
@@ -169,23 +198,27 @@ def split_table_launch(
     resident: int,
     max_splits: int,
     min_blocks: int,
+    by_waves: bool = False,
 ) -> Launch:
     """The launch of `_split_table`, for `tile_scheduler.tile_table`.
 
     capacity:  records that the table has room for, see `table_capacity`
     tile_heads: heads that have separate tiles
     processors: multiprocessors of the GPU; resident: thread blocks that run on them at once
+    by_waves:  tiles of equal sequences are cut so that the waves of thread blocks end soonest
     """
     left, right = window_size
-    numbers = (capacity, batch, skip_q, left, right, tile_heads, processors, resident, max_splits, min_blocks, *output.numbers)
+    cutting = (tile_heads, processors, resident, max_splits, min_blocks, int(by_waves))
+    numbers = (capacity, batch, skip_q, left, right, *cutting, *output.numbers)
     fixed = (*output.widths, queries, block_n, left >= 0, right >= 0, paged, SEQUENCES_AT_A_TIME)
     return Launch(_split_table, output.programs(capacity), numbers, fixed, {"num_warps": 1}, strides=output.strides)
 
 
-def table_capacity(max_tiles: int, num_heads: int, resident: int, max_splits: int) -> int:
+def table_capacity(max_tiles: int, num_heads: int, resident: int, max_splits: int, *, by_waves: bool = False) -> int:
     """An upper bound of the records of one head.
 
     A sequence with n > 1 splits has at least n - 1/2 shares for each tile, so its splits are at most 4/3 of its shares, and all
-    shares of a head are at most resident / num_heads.
+    shares of a head are at most resident / num_heads. `_cut_by_waves` makes at most 4 * resident splits more than tiles.
     """
-    return min(max_tiles * max_splits, max_tiles + 4 * resident // (3 * num_heads) + 1)
+    more = 4 * resident // num_heads if by_waves else 4 * resident // (3 * num_heads)
+    return min(max_tiles * max_splits, max_tiles + more + 1)

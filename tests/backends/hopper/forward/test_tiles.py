@@ -145,6 +145,33 @@ def test_heads_share_tiles_if_queries_are_few_and_boxes_fit(heads_per_kv: int, q
 
 
 @pytest.mark.parametrize(
+    ("heads_per_kv", "queries", "keys", "rows", "expected"),
+    [
+        (2, 300, 5300, 128, 2),  # 5 tiles instead of 6
+        (8, 300, 5300, 128, 8),  # 19 instead of 24
+        (4, 20, 5300, 64, 4),
+        (8, 256, 5300, 128, 1),  # no row is empty
+        (8, 300, 1199, 128, 1),  # too few keys for each query
+        (8, 300, 0, 128, 1),  # keys are not in pages
+        (7, 300, 5300, 128, 1),  # no power of two
+        (128, 300, 5300, 128, 1),
+        (8, 700, 9000, 128, 1),  # 44 instead of 48
+        (1, 300, 5300, 128, 1),
+    ],
+)
+def test_heads_share_the_tiles_of_chunks_that_would_be_nearly_empty(
+    heads_per_kv: int, queries: int, keys: int, rows: int, expected: int
+) -> None:
+    assert heads_to_pack(heads_per_kv, queries, keys, rows=rows, may_pad=True) == expected
+
+
+@pytest.mark.parametrize(("tiles", "expected"), [(1, 16), (40, 13), (152, 3), (500, 1), (5000, 1)])
+def test_the_device_may_split_the_keys_of_shared_tiles_into_waves(tiles: int, expected: int) -> None:
+    assert key_splits(tiles, 132, 300, 5300, packed_heads=True) == expected
+    assert key_splits(tiles, 132, 300, 1199, packed_heads=True) == 1
+
+
+@pytest.mark.parametrize(
     ("heads", "dim", "sizes", "expected"),
     [
         ((32, 8), 128, (16, 16, 2048), True),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -14,8 +15,10 @@ from sampled_cases import each_nth
 
 from fa_serve.backends.calls import AttentionTensors
 from fa_serve.backends.hopper.forward import plan as forward
+from fa_serve.backends.hopper.forward import tiles
 from fa_serve.backends.hopper.forward.plan import plan_hopper_forward
 from fa_serve.backends.hopper.forward.tiles import HopperTiles
+from fa_serve.backends.hopper.forward.types import Variant
 from fa_serve.testing import cu_seqlens, make_qkv
 
 SMALL = HopperTiles(2, 64, 2, 2, DYNAMIC)
@@ -59,6 +62,33 @@ def test_chunks_behind_pages(case: Case) -> None:
     """Sequences of unequal lengths, one of them without keys and one without queries. Unused slots of pages are NaN."""
     call = PagedCall.of(case, [70, 1, 0, 20, 30], [460, 9, 40, 130, 0])
     out, lse = call.run()
+    for sequence in (0, 1, 3):
+        call.check(out, lse, sequence)
+    assert (out[call.sequences[4][0]] == 0).all()
+
+
+PACKED = [
+    Case("two-heads", heads=(4, 2)),
+    Case("eight-heads-window", heads=(8, 1), window=(300, 0)),
+    Case("four-heads-sinks-d128", heads=(4, 1), head_dim=(128, 128), sinks=True, max_splits=4),
+    Case("one-split", heads=(8, 2), softcap=5.0, max_splits=1),
+]
+
+
+@pytest.mark.parametrize("case", PACKED, ids=lambda case: case.id)
+def test_chunks_whose_heads_share_tiles(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """70 queries would fill a second tile of 128 rows for each head."""
+    monkeypatch.setattr(tiles, "MIN_SPLIT_KEYS", 64)
+    variants = []
+
+    def make_variant(*values: Any, **named: Any) -> Variant:
+        variants.append(Variant(*values, **named))
+        return variants[-1]
+
+    monkeypatch.setattr(forward, "Variant", make_variant)
+    call = PagedCall.of(replace(case, tiles=SMALL), [70, 1, 0, 20, 30], [460, 9, 40, 130, 0])
+    out, lse = call.run()
+    assert [(var.pack_gqa, var.split_kv) for var in variants] == [(case.heads[0] // case.heads[1], True)]
     for sequence in (0, 1, 3):
         call.check(out, lse, sequence)
     assert (out[call.sequences[4][0]] == 0).all()

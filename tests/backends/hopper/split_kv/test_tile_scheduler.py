@@ -42,11 +42,13 @@ def splits_of(
     max_splits: int,
     processors: int = 0,
     skip_q: int = 0,
+    by_waves: bool = False,
+    min_blocks: int = 2,
 ) -> tuple[list[list[int]], int]:
     """The live records, and the room that the table has. processors: by default one for each slot"""
     batch = len(lengths_q)
     max_tiles = max_tile_count(sum(lengths_q), batch, max(lengths_q), QUERIES, skip_q)
-    capacity = table_capacity(max_tiles, num_heads, resident, max_splits)
+    capacity = table_capacity(max_tiles, num_heads, resident, max_splits, by_waves=by_waves)
     launch = split_table_launch(
         capacity,
         batch,
@@ -60,7 +62,8 @@ def splits_of(
         processors=processors or resident,
         resident=resident,
         max_splits=max_splits,
-        min_blocks=2,
+        min_blocks=min_blocks,
+        by_waves=by_waves,
     )
     with emulated():
         lengths = (cu_seqlens(lengths_q), torch.tensor(lengths_k, dtype=torch.int32))
@@ -74,10 +77,18 @@ def splits_of(
 @pytest.mark.parametrize("window", [(-1, 0), (-1, -1), (100, 0)], ids=str)
 @pytest.mark.parametrize(("num_heads", "resident", "max_splits"), [(2, 24, 16), (8, 264, 4), (8, 8, 16)])
 @pytest.mark.parametrize(("lengths_q", "lengths_k"), CASES, ids=["few", "unequal", "one", "many"])
+@pytest.mark.parametrize("by_waves", [False, True])
 def test_splits_cover_the_keys_of_each_tile_once(
-    lengths_q: list[int], lengths_k: list[int], num_heads: int, resident: int, max_splits: int, window: tuple[int, int]
+    by_waves: bool,
+    lengths_q: list[int],
+    lengths_k: list[int],
+    num_heads: int,
+    resident: int,
+    max_splits: int,
+    window: tuple[int, int],
 ) -> None:
-    records, capacity = splits_of(lengths_q, lengths_k, window, num_heads=num_heads, resident=resident, max_splits=max_splits)
+    sizes = {"num_heads": num_heads, "resident": resident, "max_splits": max_splits, "by_waves": by_waves}
+    records, capacity = splits_of(lengths_q, lengths_k, window, **sizes)
     assert len(records) <= capacity
     tiles: dict[tuple[int, int], list[list[int]]] = defaultdict(list)
     for record in records:
@@ -115,6 +126,26 @@ def test_sequences_that_fill_the_multiprocessors_stay_whole(lengths: list[int], 
     """Two heads of 8 sequences fill 20 multiprocessors, on each of which 2 thread blocks run; those of 6 sequences do not."""
     records, _ = splits_of([4] * len(lengths), lengths, (-1, 0), num_heads=2, processors=20, resident=40, max_splits=16)
     assert [sum(record[4] == b for record in records) for b in range(len(lengths))] == expected
+
+
+@pytest.mark.parametrize(
+    ("tiles", "heads", "blocks", "expected"),
+    [
+        (3, 16, 42, 2),  # three splits would be 144 tiles: two waves
+        (5, 8, 42, 3),
+        (2, 16, 34, 4),
+        (19, 8, 42, 3),  # 456 tiles in four waves of 14 blocks, not 152 in two of 42
+        (16, 8, 42, 1),
+        (4, 32, 68, 1),
+        (30, 8, 42, 1),
+    ],
+)
+def test_a_chunk_is_cut_so_that_the_waves_end_soonest(tiles: int, heads: int, blocks: int, expected: int) -> None:
+    sizes = {"num_heads": heads, "resident": 132, "max_splits": 16, "min_blocks": 8}
+    records, capacity = splits_of([tiles * QUERIES], [blocks * BLOCK_N], (-1, -1), by_waves=True, **sizes)
+    assert len(records) == tiles * expected <= capacity
+    unequal, _ = splits_of([QUERIES] * 2, [blocks * BLOCK_N, 64], (-1, -1), by_waves=True, **sizes)
+    assert unequal == splits_of([QUERIES] * 2, [blocks * BLOCK_N, 64], (-1, -1), **sizes)[0], "unequal tiles have no waves"
 
 
 def test_sequences_of_another_kernel_have_no_records() -> None:
