@@ -1,5 +1,5 @@
-"""Query heads of a KV head that share a tile of the Hopper kernel, for a few queries, as when drafts are verified, and for chunks
-of prompts whose last tiles would be nearly empty.
+"""Query heads of a KV head that share a tile of the Hopper kernel, for a few queries, as when drafts are verified, and for
+chunks of prompts whose last tiles would be nearly empty.
 
 A plain tile has the queries of one head, so a few queries leave most of its rows empty, and each query head of a KV head copies
 the same K and V. With `pack_gqa` (the name is FlashAttention-3's), a power of two, row r of a tile is query r // pack_gqa of
