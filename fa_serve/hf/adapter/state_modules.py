@@ -147,7 +147,9 @@ def reference_forward(module: nn.Module) -> Callable[..., Any]:
     functions = _own_forward(module).__globals__
     names = exchanged_functions(module)
     return partial(
-        _own_forward_with(module, {name: plain_function(functions[name]) or functions[name] for name in names if name in functions}),
+        _own_forward_with(
+            module, {name: plain_function(functions[name]) or functions[name] for name in names if name in functions}
+        ),
         module,
     )
 
