@@ -121,6 +121,7 @@ def fuse_layers(model: PreTrainedModel, *, deterministic: bool = False) -> int:
     The log gives the reason for each kind that cannot be fused. Left out: layers that do not run for a text, such as those of
     towers.
     """
+    restore_own_forwards(model)
     layers: list[Any] = [m for m in model.modules() if isinstance(getattr(m, "self_attn", None), nn.Module) or find_mixer(m)]
     recorder = AttentionRecorder()
     inputs = observe_inputs(model, layers, recorder)
