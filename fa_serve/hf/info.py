@@ -20,7 +20,7 @@ from typing import Any, cast
 
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AttentionInterface, AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from fa_serve import ops
@@ -283,11 +283,14 @@ def _rank_share(config: PreTrainedConfig, size: int) -> RankShare:
     # layers with a state have no attention spec, but are divided too
     divided_layers = {int(path.rpartition(".")[2]): (path, layer) for path, layer in division.layers.items()}
     numbers = asked.attention if asked.states else divided_layers
-    for number, spec in zip(numbers, asked.attention.values(), strict=True):
+    several = len(asked.attention) // max(len(numbers), 1)  # LongCat's layers have two modules of attention each
+    modules = [(number, part) for number in numbers for part in range(several)]
+    for (number, part), spec in zip(modules, asked.attention.values(), strict=True):
         path, layer = divided_layers[number]
         heads = next(iter(layer.attention.values()), (spec.num_heads, spec.num_kv_heads))
         own = replace(spec, num_heads=heads[0], num_kv_heads=heads[1], dtype=model.dtype, kv_dtype=model.dtype)
         attention = getattr(model.get_submodule(path), "self_attn", None)
+        attention = attention[part] if isinstance(attention, nn.ModuleList) else attention
         sizes = None if attention is None else latent_sizes(attention, spec.num_heads, spec.head_dim)
         specs.append(own if sizes is None else latent_spec(own, sizes))
     return RankShare(size, divided, total - saved - divided, total, specs)

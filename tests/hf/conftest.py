@@ -10,6 +10,7 @@ OF_5_17 = {
     "test_a_language_model_that_computes_its_attention_itself": "GIT and BLIP compute their attention themselves in 5.17 alone",
     "refused_at_load[gptj]": "GPT-J has transformers' attention interface in later releases",
     "refused_at_load[codegen]": "CodeGen has transformers' attention interface in later releases",
+    "refused_at_load[falcon]": "Falcon has transformers' attention interface from 5.25 on",
     "need_no_weights[aria_text]": "later releases divide Aria's experts by packed_rowwise, a rule that is refused",
     "test_ranks_together_compute_the_same[bamba-4]": "later releases norm each of two groups alone",
     "test_ranks_together_compute_the_same[mamba2-4]": "later releases norm each of two groups alone",

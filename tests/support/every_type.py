@@ -241,7 +241,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     **{name: {"vision_config": {"text_hidden_size": 64}} for name in ("inkling2", "inkling2_loop")},
     "molmo2": {"adapter_config": {"vision_feature_layer": [1, 0]}},
     "nemotron_h_omni": {"vision_config": {"video_temporal_patch_size": 2}},
-    "hunyuan_vl": {"rope_parameters": _ROPE | {"mrope_section": [2, 2, 2, 2]}},
+    "hunyuan_vl": {"text_config": {"rope_parameters": _ROPE | {"mrope_section": [2, 2, 2, 2]}}},
     "lfm2_vl": {"text_config": {"layer_types": ["conv", "full_attention"]}},
     "mistral4": {"num_key_value_heads": 4, "head_dim": 32, "qk_head_dim": 32},
     "mllama": {"text_config": {"bos_token_id": 1, "eos_token_id": 2, "cross_attention_layers": [1], "num_hidden_layers": 3}},

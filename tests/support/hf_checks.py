@@ -74,7 +74,7 @@ def ways_of_packing(positions: Tensor) -> dict[str, dict[str, Any]]:
 
 def is_refused(family: Family, way: str) -> bool:
     """Whether a family refuses a way of packing, because transformers would let its sequences see each other."""
-    if way == "positions":
+    if way == "positions" or (way == "positions, with a cache" and family.kind == "encoder"):  # which has no cache
         return not family.packs
     return way == "positions, with a cache" or not family.tells_packs
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import importlib
+import inspect
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,11 +18,14 @@ import transformers
 from sampled_cases import ALL
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.masking_utils import create_bidirectional_mask
 
 import fa_serve
 from fa_serve import hf
 from fa_serve.hf.adapter.releases import cache_argument
 
+ENCODERS_READ_POSITIONS = "position_ids" in inspect.signature(create_bidirectional_mask).parameters
+"""Whether positions that restart make packed sequences for encoders that pass them to their masks, as in 5.25 and later."""
 ROUNDING = 4e-6  # allowed error relative to the largest value, in float32
 VOCAB = 96
 WINDOW = 5
@@ -261,8 +265,8 @@ FAMILIES = [
     Family("gpt2", "GPT2LMHeadModel", config={"n_inner": 96}),
     Family("opt", "OPTForCausalLM", config={"ffn_dim": 96, "word_embed_proj_dim": 64}, packs=False),
     Family("gpt-neox", "GPTNeoXForCausalLM"),
-    Family("bert", "BertForMaskedLM", "encoder", packs=False),
-    Family("roberta", "RobertaForMaskedLM", "encoder", {"type_vocab_size": 1}, packs=False),
+    Family("bert", "BertForMaskedLM", "encoder", packs=ENCODERS_READ_POSITIONS),
+    Family("roberta", "RobertaForMaskedLM", "encoder", {"type_vocab_size": 1}, packs=ENCODERS_READ_POSITIONS),
     Family(
         "modernbert",
         "ModernBertForMaskedLM",

@@ -361,6 +361,7 @@ def load_model(config: EngineConfig, ranks: Ranks | None = None) -> PreTrainedMo
                     config=own,
                     dtype=config.dtype,
                     attn_implementation=parts,
+                    use_kernels=False,  # transformers 5.25 would download kernels for norms, which fused layers replace
                     device_map=None if device is None else {"": device},
                     trust_remote_code=config.trust_remote_code,
                     output_loading_info=True,

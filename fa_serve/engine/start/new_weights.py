@@ -133,7 +133,7 @@ def _loaded(model: PreTrainedModel, folder: str | Path) -> Any:
     another model, and for one that lacks weights, because transformers fills these with random numbers."""
     try:
         auto = auto_class(AutoConfig.from_pretrained(str(folder)))
-        loaded, told = auto.from_pretrained(str(folder), dtype=model.dtype, output_loading_info=True)
+        loaded, told = auto.from_pretrained(str(folder), dtype=model.dtype, output_loading_info=True, use_kernels=False)
     except (OSError, RuntimeError, ValueError) as error:
         raise ParameterError("weight_dir", "hold a checkpoint that transformers can load", str(error)) from error
     known = known_weights(model)

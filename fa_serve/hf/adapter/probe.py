@@ -28,6 +28,7 @@ from fa_serve.hf.adapter.attention import riding
 from fa_serve.hf.adapter.composites import auto_class, blank_images, make_served, text_model
 from fa_serve.hf.adapter.gathered_keys import adds_bias_of_places, computes_attention
 from fa_serve.hf.adapter.gathered_keys_proof import steps_are_right
+from fa_serve.hf.adapter.hub_kernels import has_hub_forward
 from fa_serve.hf.adapter.indexers import IndexCall, IndexerRotation, PatchedIndexer, find_indexers, indexer_layer, require_parts
 from fa_serve.hf.adapter.masks import ImplicitMask, leaving_out_blocks
 from fa_serve.hf.adapter.models import NAME, check_class, counts_positions, handles_mask
@@ -378,22 +379,30 @@ def _patched(model: PreTrainedModel) -> Iterator[None]:
 
     Raises UnsupportedModelError for a module that cannot have one.
     """
-    patched = []
+    before: dict[torch.nn.Module, Any] = {}
+
+    def replace_forward(module: torch.nn.Module, forward: Callable[..., Any]) -> None:
+        before[module] = vars(module).get("forward")
+        module.forward = forward
+
+    def is_untouched(module: torch.nn.Module) -> bool:
+        return "forward" not in vars(module) or has_hub_forward(module)
+
     try:
         for module in find_indexers(model):
-            if "forward" not in vars(module):
+            if is_untouched(module):
                 require_parts(module)
                 # which numbers are rotated does not matter here, because no result is read
-                module.forward = PatchedIndexer(module, IndexerRotation("halves"))
-                patched.append(module)
+                replace_forward(module, PatchedIndexer(module, IndexerRotation("halves")))
         for number, module in enumerate(find_state_modules(model)):
-            if "forward" not in vars(module):
-                module.forward = PatchedMixer(module, number)
-                patched.append(module)
+            if is_untouched(module):
+                replace_forward(module, PatchedMixer(module, number))
         yield
     finally:
-        for module in patched:
+        for module, forward in before.items():
             del module.forward
+            if forward is not None:
+                module.forward = forward
 
 
 def _missing_arguments(model: PreTrainedModel) -> set[str]:

@@ -13,10 +13,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import lru_cache
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import cache_utils, masking_utils
 from transformers.cache_utils import (
     DYNAMIC_LAYER_TYPE_MAPPING,
@@ -35,6 +36,20 @@ def cache_argument(forward: Callable[..., Any]) -> str:
     """The name of a forward's argument for its cache; if it has none, "past_key_values", which every release understands."""
     parameters = inspect.signature(forward).parameters
     return next((name for name in CACHE_NAMES if name in parameters), "past_key_values")
+
+
+def plain_function(value: Any) -> FunctionType | None:
+    """The function behind a value of a modeling module, without its decorators; None for all other values.
+
+    Where the package `kernels` is installed, which transformers needs from 5.25 on, its decorator makes a module of a function.
+    The function is in the closure of that module's forward.
+    """
+    value = inspect.unwrap(value) if callable(value) else value
+    if isinstance(value, nn.Module):
+        cells = getattr(type(value).forward, "__closure__", None) or ()
+        functions = (cell.cell_contents for cell in cells)
+        value = inspect.unwrap(next((each for each in functions if isinstance(each, FunctionType)), value))
+    return value if isinstance(value, FunctionType) else None
 
 
 CHOOSING_LAYERS = frozenset(name for name, kind in DYNAMIC_LAYER_TYPE_MAPPING.items() if kind is DynamicIndexedLayer)

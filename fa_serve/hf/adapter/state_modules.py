@@ -5,8 +5,10 @@
 
 Modules are not recognised by class name, but because their own code updates a state of the cache. That code calls functions of
 its modeling module by name, such as `causal_conv1d_fn`. A `PatchedMixer` runs the same code with other functions under these
-names. For code that holds its recurrence inline, it runs a forward of `written_recurrences.py`. Nothing is replaced outside of
-the instance: another model of the same class stays as it is.
+names. In releases from 5.25 on, a part of that code is itself a function of the modeling module, such as
+`causal_conv1d_forward`, which reads and updates the cache; the mixer runs that part with the other functions as well. For code
+that holds its recurrence inline, it runs a forward of `written_recurrences.py`. Nothing is replaced outside of the instance:
+another model of the same class stays as it is.
 
 The functions translate transformers' arguments into a `StateCall`. If an argument of the forward is a `StepCache`, its `states`
 computes the call. Otherwise, as in `generate`, the call is computed directly, with the initial state that it is given.
@@ -31,7 +33,7 @@ import torch
 from torch import Tensor, nn
 
 from fa_serve.hf.adapter.packs import packs_of_states
-from fa_serve.hf.adapter.releases import CACHE_NAMES, cache_argument
+from fa_serve.hf.adapter.releases import CACHE_NAMES, cache_argument, plain_function
 from fa_serve.hf.adapter.step_cache import (
     CONVOLUTION,
     DELTA_RULE,
@@ -67,9 +69,37 @@ def exchanged_functions(module: nn.Module) -> list[str]:
 
 
 def _names_of(module: nn.Module) -> set[str]:
-    """The names of functions and attributes in a module's own forward."""
-    code = getattr(_own_forward(module), "__code__", None)
-    return set() if code is None else set(code.co_names)
+    """The names of functions and attributes in a module's own forward, and in its parts."""
+    own = _own_forward(module)
+    if not isinstance(own, types.FunctionType):
+        return set()
+    return set(own.__code__.co_names).union(*(part.__code__.co_names for part in _parts_of(own).values()))
+
+
+def _parts_of(own: types.FunctionType) -> dict[str, types.FunctionType]:
+    """The functions of its modeling module that a forward calls and that update a state, by name."""
+    found = {name: plain_function(own.__globals__.get(name)) for name in own.__code__.co_names}
+    return {
+        name: part
+        for name, part in found.items()
+        if part is not None and part.__globals__ is own.__globals__ and UPDATES & {*part.__code__.co_names}
+    }
+
+
+def _with_functions(function: types.FunctionType, functions: Mapping[str, Callable[..., Any]]) -> types.FunctionType:
+    """A function with other functions under these names.
+
+    torch.compile keeps what it compiles with a code object, so that functions with other globals must not share one.
+    """
+    other = types.FunctionType(
+        function.__code__.replace(),
+        {**function.__globals__, **functions},
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    other.__kwdefaults__ = function.__kwdefaults__
+    return other
 
 
 def _own_forward(module: nn.Module) -> Any:
@@ -83,11 +113,8 @@ def _own_forward_with(module: nn.Module, functions: Mapping[str, Callable[..., A
     reads, instead of calling their modules.
     """
     own = _own_forward(module)
-    # torch.compile keeps what it compiles with a code object, so that functions with other globals must not share one
-    forward = types.FunctionType(
-        own.__code__.replace(), {**own.__globals__, **functions}, own.__name__, own.__defaults__, own.__closure__
-    )
-    forward.__kwdefaults__ = own.__kwdefaults__
+    parts = {name: _with_functions(part, functions) for name, part in _parts_of(own).items()}
+    forward = _with_functions(own, {**functions, **parts})
     decorated = _decorated(type(module).forward, forward)
     name = cache_argument(own)
 
@@ -120,7 +147,10 @@ def reference_forward(module: nn.Module) -> Callable[..., Any]:
     functions = _own_forward(module).__globals__
     names = exchanged_functions(module)
     return partial(
-        _own_forward_with(module, {name: inspect.unwrap(functions[name]) for name in names if name in functions}), module
+        _own_forward_with(
+            module, {name: plain_function(functions[name]) or functions[name] for name in names if name in functions}
+        ),
+        module,
     )
 
 

@@ -166,6 +166,11 @@ class StepCache:
     def is_recording_past(self, layer_idx: int) -> bool:
         return False
 
+    def get_recurrent_states_to_keep(self, layer_idx: int | None = None) -> int:
+        """How many states before the last one a mixer shall also compute, to take tokens back (releases from 5.25 on): none,
+        because the states of the engine's steps take back rejected tokens themselves."""
+        return 0
+
     def update(self, key: Tensor, value: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Return key and value, because the batch itself keeps them. Note the layer for the batch, because a module that is
         shared by several layers does not know for which of them it runs."""

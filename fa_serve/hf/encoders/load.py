@@ -91,7 +91,8 @@ def _load(folder: EncoderFolder, dtype: str, device: torch.device, trust_remote_
     config, kind = encoder_class(known, folder.task)
 
     def load(attention: str | None) -> PreTrainedModel:
-        own = {} if attention is None else {"attn_implementation": attention}
+        own: dict[str, Any] = {} if attention is None else {"attn_implementation": attention}
+        own["use_kernels"] = False  # transformers 5.25 would download kernels for norms, which fused layers replace
         model, report = kind.from_pretrained(folder.path, config=config, dtype=dtype, output_loading_info=True, **own, **words)
         _require_head(folder, report)
         if getattr(config, "quantization_config", None) is None:

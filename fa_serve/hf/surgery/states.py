@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from fa_serve import ops
+from fa_serve.hf.adapter.hub_kernels import restore_own_forwards
 from fa_serve.hf.adapter.state_modules import (
     PatchedMixer,
     find_state_modules,
@@ -72,13 +73,15 @@ LENGTHS = (51, 21)
 
 @torch.no_grad()
 def patch_states(model: PreTrainedModel) -> None:
-    """Give all modules with a state the forward of `PatchedMixer`. Modules that already have it keep it.
+    """Give all modules with a state the forward of `PatchedMixer`. Modules that already have it keep it. Kernels of the Hub
+    that transformers has put into the model are taken out of it, also if it has no module with a state.
 
     Raises UnsupportedModelError, with the module and the reason, if one of them cannot be patched, and for a model of which
     accelerate has offloaded weights.
     """
     modules = find_state_modules(model)
     numbers = {module: number for number, module in enumerate(modules)}
+    restore_own_forwards(model)
     found = [module for module in modules if patched_mixer(module) is None]
     if not found:
         return

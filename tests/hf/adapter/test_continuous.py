@@ -119,8 +119,13 @@ def test_padded_batches(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_cache_that_cannot_hold_the_heads() -> None:
-    """transformers sizes its cache by the wrong dimension of multi-head latent attention."""
-    done = generate_batch(fa_serve.patch(BY_NAME["deepseek-v3"].build()))
+    """Up to 5.24, transformers sizes its cache by the wrong dimension of multi-head latent attention."""
+    model = BY_NAME["deepseek-v3"].build()
+    tokens = expected(model)
+    done = generate_batch(fa_serve.patch(model))
+    if all(output.error is None for output in done):
+        assert [output.generated_tokens for output in done] == tokens
+        return
     ours = "24 in DeepseekV3Attention, got a cache that holds heads of size 8"
     theirs = "Source/destination tensor must have same slice shapes"  # later than 5.23, where the model stores its keys before
     assert all(ours in str(output.error) or theirs in str(output.error) for output in done)

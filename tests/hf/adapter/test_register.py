@@ -97,7 +97,7 @@ def test_a_refused_switch_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize("asked", ["fa_serve", {"text_config": "fa_serve"}], ids=["all", "text"])
-@pytest.mark.parametrize("name", ["falcon", "blip"])
+@pytest.mark.parametrize("name", ["bloom", "blip"])
 def test_a_switch_that_reaches_no_part_is_refused(name: str, asked: Any) -> None:
     """transformers only warns."""
     model = tiny_model(name)

@@ -26,6 +26,7 @@ from fa_serve.hf.adapter.state_modules import (
     exchanged_functions,
     find_state_modules,
 )
+from fa_serve.hf.adapter.step_cache import StepCache
 from fa_serve.spec import UnsupportedModelError
 
 
@@ -54,8 +55,9 @@ def test_a_seat_is_that_of_one_instance() -> None:
         assert its.forward.module is its
         assert mine.forward.module is mine
     torch.testing.assert_close(other(input_ids=ids).logits, expected, atol=1e-4, rtol=1e-4)
-    restored = pickle.loads(pickle.dumps(mixers[0]))
-    assert restored.forward.module is restored
+    if "_kernel_funcs" not in vars(mixers[0]):  # functions of the package `kernels`, which cannot be pickled
+        restored = pickle.loads(pickle.dumps(mixers[0]))
+        assert restored.forward.module is restored
 
 
 @torch.no_grad()
@@ -99,6 +101,55 @@ class Keeper(nn.Module):
     def forward(self, hidden_states: torch.Tensor, past_key_values: Any = None) -> torch.Tensor:
         past_key_values.update_recurrent_state(hidden_states, 0)
         return hidden_states.cumsum(1)
+
+
+def causal_conv1d_fn(hidden_states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    raise NotImplementedError("a PatchedMixer exchanges this function")
+
+
+def convolve(hidden_states: torch.Tensor, weight: torch.Tensor, cache: Any, *, activation: str | None = None) -> torch.Tensor:
+    """As `causal_conv1d_forward` of transformers 5.25: a part of a mixer's code, which reads and updates the cache."""
+    if cache is not None:
+        hidden_states = cache.update_conv_state(hidden_states, 0)
+    return causal_conv1d_fn(hidden_states, weight)
+
+
+class ByFunction(nn.Module):
+    """As mixers of transformers 5.25: a function of its modeling module updates the cache."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 3))
+
+    def forward(self, hidden_states: torch.Tensor, cache: Any = None) -> torch.Tensor:
+        return convolve(hidden_states, self.weight, cache)
+
+
+def as_module(function: Any) -> nn.Module:
+    """What the package `kernels` makes of a function."""
+
+    class Function(nn.Module):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return function(*args, **kwargs)
+
+    return Function()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("is_module", [False, True], ids=["function", "module"])
+def test_a_function_that_updates_the_cache_is_part_of_the_module(is_module: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if is_module:
+        monkeypatch.setitem(globals(), "convolve", as_module(convolve))
+    module = ByFunction()
+    model = nn.Sequential(nn.Linear(2, 2), module)
+    assert find_state_modules(model) == [module]
+    assert exchanged_functions(module) == ["causal_conv1d_fn"]
+    x = torch.randn(1, 4, 9)
+    expected = nn.functional.conv1d(nn.functional.pad(x, (2, 0)), module.weight[:, None], groups=4)
+    for cache in (None, StepCache(torch.arange(9))):
+        torch.testing.assert_close(PatchedMixer(module, 0)(x, cache=cache), expected, atol=1e-5, rtol=1e-4)
+    with pytest.raises(NotImplementedError):
+        module(x)
 
 
 def test_a_module_that_calls_no_known_function_has_no_seat() -> None:

@@ -34,6 +34,7 @@ def test_a_mixer_is_told_that_there_is_no_previous_state() -> None:
     assert not cache.layers[3].record_past
     assert (cache.get_conv_state(3, state_idx=0), cache.get_recurrent_state(3, state_idx=0)) == (None, None)
     assert not cache.is_recording_past(3)
+    assert cache.get_recurrent_states_to_keep(3) == 0
     assert cache.get_seq_length().tolist() == [4, 4, -2]
     x = torch.zeros(1, 2, 3)
     assert cache.update_conv_state(x, 3, conv_kernel_size=4) is x

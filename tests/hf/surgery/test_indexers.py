@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from hf_families import BY_NAME, LENGTH, assert_same, tokens
+from transformers.models.hy_v4 import modeling_hy_v4 as hy_v4
 
 from fa_serve import hf
 from fa_serve.hf.adapter.indexers import IndexerRotation, find_indexers
@@ -19,7 +20,8 @@ NAMES = {
     "deepseek-v3.2": IndexerRotation("halves"),
     "glm-moe-dsa": IndexerRotation("neighbours"),
     "a.x-k2": IndexerRotation("halves"),
-    "hy-v4": IndexerRotation("halves", at_end=True),
+    # from 5.25 on, HY-V4 rotates neighbouring numbers
+    "hy-v4": IndexerRotation("neighbours" if hasattr(hy_v4, "apply_rotary_pos_emb_interleave") else "halves", at_end=True),
 }
 
 

@@ -58,7 +58,7 @@ USUAL_OF_EXPERTS = (
     {"gate_up_proj": "packed_colwise", "down_proj": "rowwise"},
     {"up_proj": "colwise", "down_proj": "rowwise"},
 )
-"""Rules for modules of experts without a plan, whose matrices are parameters."""
+"""Rules for modules of experts without a plan, whose matrices are parameters. From 5.25 on, transformers' plans have none."""
 
 
 @dataclass(slots=True)
@@ -107,6 +107,8 @@ def plan_division(model: PreTrainedModel, size: int) -> Division:
     rules: dict[str, str] = model.tp_plan or {}
     if states:
         rules = usual_rules(model, rules) | rules
+    elif rules:
+        rules = rules_of_experts(model, rules) | rules
     mixers = set(find_state_modules(model)) if states else set()
     inside = {part for mixer in mixers for part in mixer.modules()}
     towers = _outside_of_language_model(model)
@@ -158,12 +160,41 @@ def usual_rules(model: PreTrainedModel, known: Mapping[str, str]) -> dict[str, s
             continue
         linears = {child for child, each in module.named_children() if isinstance(each, nn.Linear | QuantizedLinear)}
         found = next((usual for usual in USUAL if usual.keys() <= linears), {})
-        experts = {own for own, parameter in module.named_parameters(recurse=False) if parameter.dim() == 3}
-        stacked = next((usual for usual in USUAL_OF_EXPERTS if usual.keys() <= experts), {})
-        rules |= {f"{general}.{child}": rule for child, rule in (found | stacked).items()}
-        if stacked:
-            rules[general] = "moe_tp_experts"
+        rules |= {f"{general}.{child}": rule for child, rule in found.items()}
+    return rules | rules_of_experts(model, known)
+
+
+def rules_of_experts(model: PreTrainedModel, known: Mapping[str, str]) -> dict[str, str]:
+    """Rules in the form of transformers' plans for modules of experts that the plan does not mention. known: the plan
+
+    Experts that transformers' plan leaves whole in every release have other forms: matrices that are transposed, biases, or
+    experts beside the matrices, whose outputs would be added up as well.
+    """
+    rules: dict[str, str] = {}
+    planned = {rule.rpartition(".")[0] for rule in known}
+    for name, module in model.named_modules():
+        general = _general(name)
+        usual = {} if general in planned or general in known else _usual_of_experts(module)
+        if usual:
+            rules |= {f"{general}.{child}": rule for child, rule in usual.items()} | {general: "moe_tp_experts"}
     return rules
+
+
+def _usual_of_experts(module: nn.Module) -> dict[str, str]:
+    """The rules for the matrices of a module of experts; none for other modules, and for experts in another form."""
+    if isinstance(module, QuantizedExperts):
+        return {} if module.gate_up_proj_bias is not None or module.is_transposed else USUAL_OF_EXPERTS[0]
+    stacked = {name: each.shape for name, each in module.named_parameters(recurse=False) if each.dim() == 3}
+    usual = next((usual for usual in USUAL_OF_EXPERTS if usual.keys() == stacked.keys()), {})
+    if not usual or any(isinstance(each, nn.Identity) for each in module.children()):
+        return {}
+    first, down = (stacked[name] for name in usual)
+    halves = 2 if "gate_up_proj" in usual else 1
+    if (first[1], first[2]) != (halves * down[2], down[1]) or len([*module.parameters(recurse=False)]) > len(stacked):
+        return {}
+    if getattr(module, "is_concatenated", True):
+        return usual
+    return usual | {"gate_up_proj": "colwise"}  # rows of gate and of up in turns, so that any even part has whole pairs
 
 
 def _vocabulary(model: PreTrainedModel, size: int) -> Cut | None:

@@ -32,6 +32,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from fa_serve.hf.adapter.hub_kernels import restore_own_forwards
 from fa_serve.hf.adapter.latent_keys import LatentKeys
 from fa_serve.hf.adapter.step_cache import StateKey, StepCache, WholeSequence
 from fa_serve.hf.adapter.translate import LayerCall
@@ -120,6 +121,7 @@ def fuse_layers(model: PreTrainedModel, *, deterministic: bool = False) -> int:
     The log gives the reason for each kind that cannot be fused. Left out: layers that do not run for a text, such as those of
     towers.
     """
+    restore_own_forwards(model)
     layers: list[Any] = [m for m in model.modules() if isinstance(getattr(m, "self_attn", None), nn.Module) or find_mixer(m)]
     recorder = AttentionRecorder()
     inputs = observe_inputs(model, layers, recorder)
@@ -156,7 +158,9 @@ def fuse_layers(model: PreTrainedModel, *, deterministic: bool = False) -> int:
 
 
 def unfuse_model(model: PreTrainedModel) -> None:
-    """Give the modules that an earlier engine has fused in this model their own forward again."""
+    """Give the modules that an earlier engine has fused in this model their own forward again, and those that compute with
+    kernels of the Hub."""
+    restore_own_forwards(model)
     for module in model.modules():
         if isinstance(vars(module).get("forward"), _REPLACED):
             del module.forward

@@ -116,6 +116,24 @@ def test_towers_stay_whole(name: str) -> None:
     assert {model.get_submodule(path) for path in division.layers} <= decoder
 
 
+@pytest.mark.parametrize("name", ["qwen3-moe", "mixtral"])
+def test_experts_without_a_rule_are_divided_as_well(name: str) -> None:
+    """From 5.25 on, plans of transformers have rules for attention and dense layers alone."""
+    model = BY_NAME[name].build()
+    with_rules = plan_division(model, 2)
+    model._tp_plan = {path: rule for path, rule in model.tp_plan.items() if "experts" not in path}
+    assert plan_division(model, 2) == with_rules
+    assert with_rules.layers["model.layers.0"].cuts["mlp.experts.down_proj"].dim == 2
+
+
+def test_experts_in_other_forms_stay_whole_without_a_rule() -> None:
+    """The matrices of GPT-OSS are transposed, and have biases."""
+    model = BY_NAME["gpt-oss"].build()
+    attention = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"}
+    model._tp_plan = {f"model.layers.*.self_attn.{name}": rule for name, rule in attention.items()}
+    assert "mlp.experts" not in plan_division(model, 2).layers["model.layers.0"].sums
+
+
 def test_experts_are_summed_where_a_plan_names_their_weights_alone() -> None:
     """As for Qwen3-Omni of transformers 5.17, whose plan has no rule for the module of the experts."""
     name = "qwen3_omni_moe_thinker"
