@@ -102,14 +102,16 @@ class NgramIndex:
             return []
         position = self._newest.get(tuple(tokens[-MIN_MATCH:]), 0)
         found = 0
-        longest = 0
+        longest = MIN_MATCH - 1
         for _ in range(MAX_CANDIDATES):
-            if not position:
+            limit = min(MAX_MATCH, position)
+            if longest >= limit:  # there is no longer match, or no candidate is left
                 break
-            match = MIN_MATCH
-            while match < min(MAX_MATCH, position) and tokens[position - 1 - match] == tokens[length - 1 - match]:
-                match += 1
-            if match > longest:
+            match = longest + 1
+            # one comparison of slices rules out most candidates
+            if tokens[position - match : position] == tokens[length - match :]:
+                while match < limit and tokens[position - 1 - match] == tokens[length - 1 - match]:
+                    match += 1
                 found = position
                 longest = match
             position = self._previous[position]
@@ -162,7 +164,9 @@ class NgramDrafter:
 
     def propose(self, sequence: SequenceState, count: int) -> list[int] | None:
         """What followed the last tokens earlier."""
-        index = self._indices.setdefault(sequence, NgramIndex())
+        index = self._indices.get(sequence)
+        if index is None:
+            index = self._indices[sequence] = NgramIndex()
         return index.continuation(sequence.tokens, count) if index.extend(sequence.tokens) else None
 
     def forget(self, sequence: SequenceState) -> None:
@@ -297,7 +301,10 @@ class Speculation:
         return history is None or len(sequence.tokens) >= history.resume_at
 
     def _history(self, sequence: SequenceState) -> DraftHistory:
-        return self._histories.setdefault(sequence, DraftHistory(self._num_right))
+        history = self._histories.get(sequence)
+        if history is None:
+            history = self._histories[sequence] = DraftHistory(self._num_right)
+        return history
 
 
 def num_accepted(drafts: Sequence[int], draws: Sequence[int]) -> int:
