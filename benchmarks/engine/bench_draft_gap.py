@@ -131,10 +131,16 @@ def make_engine(**settings: Any) -> Any:
     from fa_serve.engine import Engine, EngineConfig
     from fa_serve.engine.runner import cuda_graphs
 
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     sizes |= {"num_key_value_heads": 1, "vocab_size": 128256, "max_position_embeddings": 4096}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **sizes))
-    options = {"device": "cpu", "speculative": "ngram", "num_pages": 8192, "max_model_len": 4096, "max_num_seqs": BATCHES[-1]}
+    options: dict[str, Any] = {
+        "device": "cpu",
+        "speculative": "ngram",
+        "num_pages": 8192,
+        "max_model_len": 4096,
+        "max_num_seqs": BATCHES[-1],
+    }
     engine = Engine(EngineConfig(**options | settings), model=model)
     engine._steps.depth = 1
     with patch.object(cuda_graphs, "capture", lambda function, pool, model: (function, pool)):
@@ -182,7 +188,7 @@ def main() -> None:
     args = parser.parse_args()
     from fa_serve.engine import SamplingParams
 
-    sampling = {"temperature": 0.8, "top_k": 50, "top_p": 0.95} if args.sampled else {"temperature": 0.0}
+    sampling: dict[str, Any] = {"temperature": 0.8, "top_k": 50, "top_p": 0.95} if args.sampled else {"temperature": 0.0}
     params = SamplingParams(max_tokens=3000, ignore_eos=True, **sampling)
     engine = make_engine()
     gc.collect()

@@ -89,40 +89,45 @@ def batch_arrays(
     slots = np.array([chunk.slot for chunk in chunks], dtype=np.int64)
     starts = np.array([chunk.start for chunk in chunks], dtype=np.int64)
     lengths = np.array([chunk.length for chunk in chunks], dtype=np.int64)
-    num_samples = np.array([chunk.num_samples for chunk in chunks], dtype=np.int64)
-    ends = np.cumsum(lengths)
-    firsts = ends - lengths
-    seqused = starts + lengths
+    bounds = np.zeros(len(chunks) + 1, dtype=np.int64)
+    lengths.cumsum(out=bounds[1:])
+    firsts = bounds[:-1]
+    ends = bounds[1:]
+    tokens = np.arange(len(input_ids))
     # token t of the step is token t - firsts[c] of its chunk c
-    positions = np.arange(ends[-1]) + np.repeat(starts - firsts, lengths)
-    token_slots = np.repeat(slots, lengths)
-    pages = block_table.pages(token_slots, positions // page_size)
+    positions = tokens + (starts - firsts).repeat(lengths)
+    pages = block_table.pages(slots.repeat(lengths), positions // page_size)
     with_images = [] if drafting else _chunks_with_images(batch, firsts)
-    images = _image_pieces(with_images)
-    max_seqlen_q = int(lengths.max())
-    decoding = bool((num_samples == lengths).all())
     inputs: Arrays = {
         "input_ids": _within(vocab_size, input_ids) if drafting else np.array(input_ids, dtype=np.int64),
         "position_ids": _position_ids(positions, with_images),
         "slot_mapping": pages * page_size + positions % page_size,
+        "slots": slots,
+        "seqused_k": (starts + lengths).astype(np.int32),
+        "cu_seqlens_q": bounds.astype(np.int32),
     }
-    inputs |= _of_sequences(slots, seqused, ends)
     if batch.groups and not drafting:
         inputs |= group_arrays(batch.groups, slots)
-    sampled = _sampled_tokens(ends, num_samples) if batch.num_drafts else ends[num_samples > 0] - 1
-    inputs["logits_indices"] = np.concatenate([sampled, *_prompt_rows(batch, firsts)])
+    decoding = not batch.num_prompt_tokens
+    if decoding:
+        num_samples = lengths
+        inputs["logits_indices"] = tokens
+    else:
+        num_samples = np.array([chunk.num_samples for chunk in chunks], dtype=np.int64)
+        sampled = _sampled_tokens(ends, num_samples)
+        inputs["logits_indices"] = np.concatenate([sampled, *_prompt_rows(batch, firsts)])
     return BatchArrays(
         inputs=inputs,
         num_samples=num_samples,
         places=positions,
         num_prompt_logits=batch.num_prompt_logits,
         num_tokens=len(input_ids),
-        num_sequences=len(inputs["slots"]),
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=int(seqused.max()),
+        num_sequences=len(chunks),
+        max_seqlen_q=max(chunk.length for chunk in chunks),
+        max_seqlen_k=int(inputs["seqused_k"].max()),
         decoding=decoding,
-        fresh=not starts.any(),
-        images=images,
+        fresh=not any(chunk.start for chunk in chunks),
+        images=_image_pieces(with_images),
         blocks=_two_way_blocks(with_images),
     )
 
@@ -182,15 +187,6 @@ def _two_way_blocks(found: Sequence[_ChunkWithImages]) -> list[TwoWayBlock]:
             if start < end <= chunk.start + chunk.length:
                 blocks.append(TwoWayBlock(first + start - chunk.start, first + end - chunk.start, number, begin, end))
     return blocks
-
-
-def _of_sequences(slots: NDArray[np.int64], seqused: NDArray[np.int64], ends: NDArray[np.int64]) -> Arrays:
-    """The fields with an entry for each sequence, as attention sees it. ends: the token after each sequence"""
-    return {
-        "slots": slots,
-        "seqused_k": seqused.astype(np.int32),
-        "cu_seqlens_q": np.concatenate([[0], ends]).astype(np.int32),
-    }
 
 
 def _input_ids(batch: ScheduledBatch, block_table: BlockTable, tokens_ahead: int) -> list[int]:

@@ -127,12 +127,6 @@ class ModelRunner:
             if isinstance(module, QuantizedLinear):
                 module.invariant = config.deterministic
         self._max_drafts = config.max_drafts
-        # arguments of `batch_arrays` and `sampled_rows`
-        self._array_options: dict[str, Any] = {
-            "vocab_size": self.vocab_size,
-            "drafting": drafting,
-            "tokens_ahead": self.tokens_ahead,
-        }
         # fields of every PagedBatch
         self._options: dict[str, Any] = {"num_splits": TREE_SPLITS} if config.deterministic else {}
         if config.kv_cache_dtype == "fp8":
@@ -314,6 +308,11 @@ class ModelRunner:
         sampled = SampledRows(arrays, rows, sequences, logprob_rows, spans)
         sent = SentRows.of(sampled, send(sampled.arrays, self.device))
         self.sample(Forward(logits, sampled, sent), variant.masks(self.vocab_size)).read()
+
+    @property
+    def _array_options(self) -> dict[str, Any]:
+        """Arguments of `batch_arrays` and `sampled_rows`."""
+        return {"vocab_size": self.vocab_size, "drafting": self._drafting, "tokens_ahead": self.tokens_ahead}
 
     @in_inference_mode
     def launch(self, batch: ScheduledBatch) -> Forward:

@@ -101,16 +101,20 @@ class NgramIndex:
         if length <= MIN_MATCH:
             return []
         position = self._newest.get(tuple(tokens[-MIN_MATCH:]), 0)
+        last = tokens[-MAX_MATCH:]
         found = 0
         longest = MIN_MATCH - 1
         for _ in range(MAX_CANDIDATES):
             limit = min(MAX_MATCH, position)
             if longest >= limit:  # there is no longer match, or no candidate is left
                 break
+            if limit == MAX_MATCH and tokens[position - MAX_MATCH : position] == last:  # what edits and quotations find
+                found = position
+                break
             match = longest + 1
             # one comparison of slices rules out most candidates
-            if tokens[position - match : position] == tokens[length - match :]:
-                while match < limit and tokens[position - 1 - match] == tokens[length - 1 - match]:
+            if tokens[position - match : position] == last[-match:]:
+                while match < limit and tokens[position - 1 - match] == last[-1 - match]:
                     match += 1
                 found = position
                 longest = match
@@ -245,14 +249,15 @@ class Speculation:
 
     def num_wanted(self, sequence: SequenceState, num_running: int, most: int) -> int:
         """How many tokens the sequence may draft, up to `most`; 0 unless the next step computes only its last token."""
-        if not self.is_on(num_running) or not sequence.num_output_tokens or sequence.num_pending:
+        limit = draft_limit(self.num_tokens, num_running)
+        if not limit or sequence.num_pending or not sequence.num_output_tokens:
             return 0
         if sequence.num_computed + 1 != len(sequence.tokens) or not self._may_draft(sequence):
             return 0
         left = sequence.request.max_tokens - sequence.num_output_tokens
         if self.drafter.prepares:
             most = min(most, round(MORE_THAN_RIGHT * self._history(sequence).num_right) + 1)
-        return max(min(draft_limit(self.num_tokens, num_running), most, left - 1), 0)
+        return max(min(limit, most, left - 1), 0)
 
     def draft(self, sequence: SequenceState, num_running: int, most: int) -> list[int]:
         """At most `most` guesses of the tokens after the last one; [] unless the next step computes only that one."""
