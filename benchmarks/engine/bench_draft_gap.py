@@ -33,6 +33,8 @@ from unittest.mock import patch
 
 import torch
 
+from benchmarks.engine.engine_workloads import make_model as tiny_model
+
 BATCHES = (1, 16, 64)
 PROMPT = 600
 PERIOD = 61
@@ -126,14 +128,10 @@ def drawn(batch: Any) -> list[int]:
 
 def make_engine(**settings: Any) -> Any:
     """An engine with prompt lookup and a tiny model, which runs one step ahead and has graphs, as on a GPU."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
     from fa_serve.engine import Engine, EngineConfig
     from fa_serve.engine.runner import cuda_graphs
 
-    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
-    sizes |= {"num_key_value_heads": 1, "vocab_size": 128256, "max_position_embeddings": 4096}
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **sizes))
+    model = tiny_model("tiny", "cpu", dtype=torch.float32, num_hidden_layers=1, vocab_size=128256)
     options: dict[str, Any] = {
         "device": "cpu",
         "speculative": "ngram",
