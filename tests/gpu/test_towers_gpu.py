@@ -23,7 +23,8 @@ from fa_serve.engine.images.encoder import ImageEncoder
 from fa_serve.engine.images.prompt import ImageInput
 from fa_serve.engine.images.tower_graphs import TowerGraphs
 from fa_serve.engine.images.tower_time import Stopwatch
-from fa_serve.engine.runner.cuda_graphs import Shape, StepGraphs
+from fa_serve.engine.runner.cuda_graphs import StepGraphs
+from fa_serve.engine.runner.padded_steps import Shape
 from fa_serve.engine.scheduler.scheduled_batch import TowerWork
 from fa_serve.hf.images import ImageReader
 from fa_serve.hf.surgery.towers import speed_up_tower

@@ -1,17 +1,16 @@
-"""Turns a `ScheduledBatch` into the NumPy arrays that the forward and the sampler read in one step.
+"""Turns a `ScheduledBatch` into the NumPy arrays that the forward reads in one step.
 
     arrays = batch_arrays(batch, block_table, page_size=16, vocab_size=32000)
 
 A sampled token that is not known on the host yet is written as -(slot + 1): the device keeps the last sampled token of each
-slot. A chunk with drafts has a row of logits for its last known token and one for each draft. Left out: the transfer to the
-device (transfer.py) and padding (cuda_graphs.py).
+slot. A chunk with drafts has a row of logits for its last known token and one for each draft. Left out: what the sampler
+reads (sampled_rows.py), the transfer to the device (transfer.py) and padding (cuda_graphs.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,12 +18,8 @@ from numpy.typing import NDArray
 
 from fa_serve.engine.cache.block_table import BlockTable
 from fa_serve.engine.images.prompt import ImagePiece, PromptImages
-from fa_serve.engine.request.request import Request
 from fa_serve.engine.runner.group_arrays import group_arrays
-from fa_serve.engine.runner.results import PromptSpan
-from fa_serve.engine.runner.sampler import draft_arrays, sampling_arrays
 from fa_serve.engine.scheduler.scheduled_batch import Chunk, ScheduledBatch
-from fa_serve.engine.scheduler.sequence import SequenceState
 from fa_serve.hf import TwoWayBlock
 
 Arrays = dict[str, NDArray[Any]]
@@ -34,13 +29,10 @@ Arrays = dict[str, NDArray[Any]]
 class BatchArrays:
     """One step on the host.
 
-    inputs:    what the forward reads; names and dtypes are those of `cuda_graphs.padding`
-    sampling:  the fields of `SampleParams` that this step needs
-    rows:      "sampled_slots", (n,) slots of the sequences that sample; if they are needed, "logprob_rows", (m,) rows among
-               these, and "prompt_targets", (k,) prompt tokens whose log-probabilities are wanted
-    sequences: the sequences that sample, by row of the logits; a sequence with k drafts has 1 + k rows
-    logprob_rows: rows of `sequences` that want log-probabilities
-    prompt_spans: the prompt tokens of "prompt_targets"; their logits come after those of `sequences`
+    inputs:    what the forward reads; names and dtypes are those of `padded_steps.padding`
+    num_samples: (chunks,) int64, rows of logits that each chunk samples
+    places:    (total,) int64, the positions of the tokens in their sequences
+    num_prompt_logits: prompt tokens whose logits are wanted; their rows come after those that are sampled
     num_tokens, num_sequences: numbers of tokens and sequences in the step, as attention sees it
     max_seqlen_q, max_seqlen_k: largest number of queries and of keys of one sequence
     images:    pieces of images in the step; blocks: their tokens that attend both ways
@@ -49,11 +41,9 @@ class BatchArrays:
     """
 
     inputs: Arrays
-    sampling: Arrays
-    rows: Arrays
-    sequences: list[SequenceState]
-    logprob_rows: list[int]
-    prompt_spans: list[PromptSpan]
+    num_samples: NDArray[np.int64]
+    places: NDArray[np.int64]
+    num_prompt_logits: int
     num_tokens: int
     num_sequences: int
     max_seqlen_q: int
@@ -99,57 +89,45 @@ def batch_arrays(
     slots = np.array([chunk.slot for chunk in chunks], dtype=np.int64)
     starts = np.array([chunk.start for chunk in chunks], dtype=np.int64)
     lengths = np.array([chunk.length for chunk in chunks], dtype=np.int64)
-    num_samples = np.array([chunk.num_samples for chunk in chunks], dtype=np.int64)
-    ends = np.cumsum(lengths)
-    firsts = ends - lengths
-    seqused = starts + lengths
+    bounds = np.zeros(len(chunks) + 1, dtype=np.int64)
+    lengths.cumsum(out=bounds[1:])
+    firsts = bounds[:-1]
+    ends = bounds[1:]
+    tokens = np.arange(len(input_ids))
     # token t of the step is token t - firsts[c] of its chunk c
-    positions = np.arange(ends[-1]) + np.repeat(starts - firsts, lengths)
-    token_slots = np.repeat(slots, lengths)
-    pages = block_table.pages(token_slots, positions // page_size)
+    positions = tokens + (starts - firsts).repeat(lengths)
+    pages = block_table.pages(slots.repeat(lengths), positions // page_size)
     with_images = [] if drafting else _chunks_with_images(batch, firsts)
-    images = _image_pieces(with_images)
-    max_seqlen_q = int(lengths.max())
-    decoding = bool((num_samples == lengths).all())
     inputs: Arrays = {
         "input_ids": _within(vocab_size, input_ids) if drafting else np.array(input_ids, dtype=np.int64),
         "position_ids": _position_ids(positions, with_images),
         "slot_mapping": pages * page_size + positions % page_size,
+        "slots": slots,
+        "seqused_k": (starts + lengths).astype(np.int32),
+        "cu_seqlens_q": bounds.astype(np.int32),
     }
-    inputs |= _of_sequences(slots, seqused, ends)
     if batch.groups and not drafting:
         inputs |= group_arrays(batch.groups, slots)
-    sampled = _sampled_tokens(ends, num_samples) if batch.num_drafts else ends[num_samples > 0] - 1
-    inputs["logits_indices"] = np.concatenate([sampled, *_prompt_rows(batch, firsts)])
-    requests = [chunk.sequence.request for chunk in chunks if chunk.num_samples]
-    sequences = [chunk.sequence for chunk in chunks for _ in range(chunk.num_samples)]
-    rows: Arrays = {"sampled_slots": token_slots[sampled]}
-    logprob_rows = [] if drafting else _logprob_rows(requests, sequences)
-    if logprob_rows:
-        rows["logprob_rows"] = np.array(logprob_rows, dtype=np.int64)
-    prompt_spans = _prompt_spans(batch)
-    if prompt_spans:
-        targets = chain.from_iterable(sequence.request.prompt[first:last] for sequence, first, last in prompt_spans)
-        rows["prompt_targets"] = np.fromiter(targets, dtype=np.int64)
-    num_rows = num_samples[num_samples > 0] if batch.num_drafts else None
-    drawn_positions = positions[sampled] + tokens_ahead + 1
-    sampling = sampling_arrays(requests, drawn_positions, vocab_size, num_rows=num_rows, penalties=not drafting)
-    if batch.num_drafts and "repetition" in sampling:
-        sampling |= draft_arrays([chunk.drafts for chunk in chunks if chunk.num_samples], vocab_size)
+    decoding = not batch.num_prompt_tokens
+    if decoding:
+        num_samples = lengths
+        inputs["logits_indices"] = tokens
+    else:
+        num_samples = np.array([chunk.num_samples for chunk in chunks], dtype=np.int64)
+        sampled = _sampled_tokens(ends, num_samples)
+        inputs["logits_indices"] = np.concatenate([sampled, *_prompt_rows(batch, firsts)])
     return BatchArrays(
         inputs=inputs,
-        sampling=sampling,
-        rows=rows,
-        sequences=sequences,
-        logprob_rows=logprob_rows,
-        prompt_spans=prompt_spans,
+        num_samples=num_samples,
+        places=positions,
+        num_prompt_logits=batch.num_prompt_logits,
         num_tokens=len(input_ids),
-        num_sequences=len(inputs["slots"]),
-        max_seqlen_q=max_seqlen_q,
-        max_seqlen_k=int(seqused.max()),
+        num_sequences=len(chunks),
+        max_seqlen_q=max(chunk.length for chunk in chunks),
+        max_seqlen_k=int(inputs["seqused_k"].max()),
         decoding=decoding,
-        fresh=not starts.any(),
-        images=images,
+        fresh=not any(chunk.start for chunk in chunks),
+        images=_image_pieces(with_images),
         blocks=_two_way_blocks(with_images),
     )
 
@@ -211,15 +189,6 @@ def _two_way_blocks(found: Sequence[_ChunkWithImages]) -> list[TwoWayBlock]:
     return blocks
 
 
-def _of_sequences(slots: NDArray[np.int64], seqused: NDArray[np.int64], ends: NDArray[np.int64]) -> Arrays:
-    """The fields with an entry for each sequence, as attention sees it. ends: the token after each sequence"""
-    return {
-        "slots": slots,
-        "seqused_k": seqused.astype(np.int32),
-        "cu_seqlens_q": np.concatenate([[0], ends]).astype(np.int32),
-    }
-
-
 def _input_ids(batch: ScheduledBatch, block_table: BlockTable, tokens_ahead: int) -> list[int]:
     """The step's tokens, with -(slot + 1) for those that the host does not know yet. Also fills in the block table."""
     input_ids: list[int] = []
@@ -256,23 +225,5 @@ def _prompt_rows(batch: ScheduledBatch, firsts: NDArray[np.int64]) -> list[NDArr
     return [
         np.arange(first, first + chunk.num_prompt_logits)
         for chunk, first in zip(batch.chunks, firsts, strict=True)
-        if chunk.num_prompt_logits
-    ]
-
-
-def _logprob_rows(requests: list[Request], sequences: list[SequenceState]) -> list[int]:
-    """The rows that want log-probabilities. requests: those of `sequences`, once each"""
-    if all(request.params.logprobs is None for request in requests):
-        return []  # the usual case takes one look-up for each sequence, and not for each of its rows of drafts
-    return [row for row, sequence in enumerate(sequences) if sequence.request.params.logprobs is not None]
-
-
-def _prompt_spans(batch: ScheduledBatch) -> list[PromptSpan]:
-    """The logits of a token give the log-probabilities of the token after it."""
-    if not batch.num_prompt_logits:
-        return []
-    return [
-        PromptSpan(chunk.sequence, chunk.start + 1, chunk.start + 1 + chunk.num_prompt_logits)
-        for chunk in batch.chunks
         if chunk.num_prompt_logits
     ]

@@ -2,15 +2,16 @@
 
     graphs = StepGraphs(model, forward, inputs, device, max_batch=256, max_tokens=8192, max_keys=4096, vocab=32000, ...)
     shape = graphs.shape_for(13, 13, 700, decoding=True)         # Shape(16, 16, 1, 1024), to which the caller pads
-    views = send(pad(arrays, shape), device, graphs.block)
+    padded = graphs.steps.padded(arrays, shape)
+    views = send(padded, device, graphs.block)
     logits = graphs.run(shape)               # (shape.batch, vocab); overwritten by the next run
 
 A graph reads and writes the same addresses at each replay. Therefore the arrays of a step are sent into a fixed block of
-memory, which all graphs share: first the fields of `pad`, then whatever else the caller sends. Each sequence's pages are read
-from its row of the device's block table. A graph also keeps the tables of the model that it reads, such as tables of positions,
-because the model may replace them (`capture`). How attention splits its keys among the SMs is fixed at capture and depends on
-the longest sequence, so there are graphs for a few key lengths (KEY_LENGTHS) of each size. Decisions that depend on lengths
-known only to the device are made at each replay.
+memory, which all graphs share: first the fields of `padding`, then whatever else the caller sends. Each sequence's pages are
+read from its row of the device's block table. A graph also keeps the tables of the model that it reads, such as tables of
+positions, because the model may replace them (`capture`). How attention splits its keys among the SMs is fixed at capture and
+depends on the longest sequence, so there are graphs for a few key lengths (KEY_LENGTHS) of each size. Decisions that depend on
+lengths known only to the device are made at each replay.
 
 Decoding has one graph for each batch size, and another for steps of this size that verify drafts. Steps with prompts have too
 many shapes for that: their tokens are padded to a multiple of TOKEN_MULTIPLE, and there are at most MAX_PROMPT_GRAPHS graphs of
@@ -38,19 +39,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from fa_serve.engine.config import MAX_DRAFTS
 from fa_serve.engine.runner.batch_arrays import BatchArrays
-from fa_serve.engine.runner.group_arrays import group_padding
-from fa_serve.engine.runner.image_arrays import image_padding, pad_images
-from fa_serve.engine.runner.lora_arrays import lora_padding, name_padding
-from fa_serve.engine.runner.state_arrays import num_graph_pieces, padding_state_arrays
+from fa_serve.engine.runner.padded_steps import PaddedSteps, Shape, padding
+from fa_serve.engine.runner.state_arrays import num_graph_pieces
 from fa_serve.engine.runner.transfer import PackedTensors, packed_size, send
 from fa_serve.engine.speculation.drafts import draft_limit
 from fa_serve.hf import PagedBatch
@@ -81,39 +77,8 @@ class Inputs:
     images: StepImages | None = None
 
 
-class Shape(NamedTuple):
-    """The padded sizes of a captured step.
-
-    tokens, batch: numbers of tokens and of sequences
-    queries, keys: maximum numbers of tokens and keys of one sequence; queries is 1 if every sequence computes a single token
-    lora, groups:  sequences may have adapters; sequences may share pages that are read once
-    axes:          axes of positions in a step with embeddings of images; 0 for a step without images
-    """
-
-    tokens: int
-    batch: int
-    queries: int
-    keys: int
-    lora: bool = False
-    groups: bool = False
-    axes: int = 0
-
-    @property
-    def kind(self) -> str:
-        """What the step computes in addition to the last token of each sequence: "nothing", "drafts" or "prompts"."""
-        if self.queries == 1:
-            return "nothing"
-        few = self.queries <= MAX_DRAFTS + 1 and self.tokens == self.batch * self.queries
-        return "drafts" if few else "prompts"
-
-    @property
-    def rows(self) -> int:
-        """Rows of logits: one for each sequence, or with drafts one for each token."""
-        return self.tokens if self.kind == "drafts" else self.batch
-
-
 class MakeInputs(Protocol):
-    """Makes the inputs of a forward from the fields of `pad`, on the device."""
+    """Makes the inputs of a forward from the fields of `padding`, on the device."""
 
     def __call__(
         self, fields: Mapping[str, Tensor], max_seqlen_q: int, max_seqlen_k: int, *, fresh: bool = False
@@ -124,7 +89,7 @@ OnError = Callable[[Exception], None]
 KEY_LENGTHS = (1024, 4096, 16384)
 """Lengths of the longest sequence for which there are graphs, in addition to the longest possible one."""
 EXTRA_BYTES = 1 << 20
-"""Bytes of the block for what comes after the fields of `pad`."""
+"""Bytes of the block for what comes after the fields of `padding`."""
 TOKEN_MULTIPLE = 64
 """Steps with prompts are padded to a multiple of this. The padding costs little compared with waiting for launches."""
 PROMPT_BATCHES = (16, 64)
@@ -209,17 +174,18 @@ class StepGraphs:
         # shapes to capture in advance, the next one last; None until `prepare_one` is called
         self._missing: list[Shape] | None = None
         self._prepares_images = False
+        self.steps = PaddedSteps(device, states)
         self.num_captures = 0
 
     def shape_of(self, arrays: BatchArrays, lora: bool = False) -> Shape | None:
         """The shape for a step, or None if it runs eagerly: see `shape_for`. lora: whether sequences have adapters"""
         axes = arrays.num_axes if arrays.images else 0
         uses_fresh_keys = arrays.fresh and self._fresh_tokens is not None and arrays.num_tokens >= self._fresh_tokens
-        if arrays.prompt_spans or uses_fresh_keys:
+        if arrays.num_prompt_logits or uses_fresh_keys:
             return None
         shape = self.shape_for(
             arrays.num_tokens,
-            arrays.num_sequences if arrays.decoding else max(arrays.num_sequences, len(arrays.sequences)),
+            arrays.num_sequences if arrays.decoding else max(arrays.num_sequences, len(arrays.inputs["logits_indices"])),
             arrays.max_seqlen_k,
             decoding=arrays.decoding,
             queries=arrays.max_seqlen_q,
@@ -389,46 +355,6 @@ class StepGraphs:
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()  # torch does not do this by itself during a capture
             self._replays[shape], self._pool = capture(step, self._pool, self._model)
-
-
-def padding(shape: Shape, *, states: bool = False) -> dict[str, NDArray[Any]]:
-    """The fields of a step that consists of padding: its sequences have no keys and write nothing. Each has one token, until
-    all tokens are used up. states: include the fields of `state_arrays`"""
-    tokens = shape.tokens
-    batch = shape.batch
-    of_states = padding_state_arrays(batch, tokens, shape.kind == "prompts") if states else {}
-    return {
-        "input_ids": np.zeros(tokens, dtype=np.int64),
-        "position_ids": np.zeros(tokens, dtype=np.int64),
-        "slot_mapping": np.full(tokens, -1, dtype=np.int64),
-        "slots": np.zeros(batch, dtype=np.int64),
-        "seqused_k": np.zeros(batch, dtype=np.int32),
-        "cu_seqlens_q": np.minimum(np.arange(batch + 1, dtype=np.int32), tokens),
-        "logits_indices": np.zeros(shape.rows, dtype=np.int64),
-        **of_states,
-        **(lora_padding(tokens, batch, shape.queries) if shape.lora else {}),
-        **(group_padding(batch) if shape.groups else {}),
-        **(image_padding(tokens, shape.axes) if shape.axes else {}),
-    }
-
-
-def pad(arrays: Mapping[str, NDArray[Any]], shape: Shape) -> dict[str, NDArray[Any]]:
-    """The fields of a step, followed by padding up to `shape`. arrays: must have "image_rows" if the shape has axes"""
-    padded = padding(shape, states="pieces" in arrays)
-    if shape.axes:
-        padded |= pad_images(arrays["image_rows"], arrays["position_ids"], shape.tokens)
-    batch = len(arrays["slots"])
-    for name, array in arrays.items():
-        if shape.axes and name in ("image_rows", "position_ids"):
-            continue
-        padded[name][: len(array)] = array
-    if shape.lora:
-        name_padding(padded, len(arrays["input_ids"]), len(arrays["lora_tiles"]), shape.queries)
-    ends = padded["cu_seqlens_q"]
-    ends[batch:] = np.minimum(ends[batch] + np.arange(len(ends) - batch), shape.tokens)
-    if shape.groups:
-        padded["group_ends"][len(arrays["group_ends"]) :] = arrays["group_ends"][-1]
-    return padded
 
 
 def _rounded(tokens: int) -> int:

@@ -73,7 +73,7 @@ def lora_padding(tokens: int, batch: int, queries: int) -> dict[str, NDArray[Any
     }
 
 
-def name_padding(padded: dict[str, NDArray[Any]], tokens: int, num_tiles: int, queries: int) -> None:
+def name_padding(padded: Mapping[str, NDArray[Any]], tokens: int, num_tiles: int, queries: int) -> None:
     """Name the rows past the step's `tokens` in tiles without an adapter, which follow the step's `num_tiles` tiles."""
     tiles = padded["lora_tiles"]
     total = len(padded["lora_rows"])

@@ -34,17 +34,19 @@ from fa_serve.engine.images.tower_time import Stopwatch
 from fa_serve.engine.lora.store import AdapterStore
 from fa_serve.engine.runner.attention_kinds import least_group_keys, prepare_attention
 from fa_serve.engine.runner.batch_arrays import BatchArrays, batch_arrays
-from fa_serve.engine.runner.cuda_graphs import Inputs, OnError, Shape, StepGraphs, pad, padding
-from fa_serve.engine.runner.forward import Forward, PreparedBatch
+from fa_serve.engine.runner.cuda_graphs import Inputs, OnError, StepGraphs
+from fa_serve.engine.runner.forward import Forward, SentRows
 from fa_serve.engine.runner.group_arrays import group_padding, with_groups
 from fa_serve.engine.runner.image_arrays import ImageMemory, axis_positions
 from fa_serve.engine.runner.inference import in_inference_mode
 from fa_serve.engine.runner.log_probabilities import log_probabilities, processed_scores
 from fa_serve.engine.runner.lora_arrays import StepAdapters, lora_arrays, lora_step, step_adapters
+from fa_serve.engine.runner.padded_steps import Shape, padding
 from fa_serve.engine.runner.results import PendingResult, PromptSpan
-from fa_serve.engine.runner.sampler import SampleParams, TokenCounts, sample
+from fa_serve.engine.runner.sampled_rows import SampledRows, sampled_rows
+from fa_serve.engine.runner.sampler import TokenCounts, sample
 from fa_serve.engine.runner.state_arrays import check_settings_with_states, empty_state_arrays, state_arrays, state_batch
-from fa_serve.engine.runner.transfer import packed_size, send
+from fa_serve.engine.runner.transfer import send
 from fa_serve.engine.scheduler.scheduled_batch import ScheduledBatch, TowerWork
 from fa_serve.engine.start.warm_up import EmptyStep, SamplingVariant
 from fa_serve.hf import (
@@ -302,9 +304,15 @@ class ModelRunner:
         num_prompt_logits = len(rows.get("prompt_targets", ()))
         spans = [PromptSpan(sequences[0], 1, 1 + num_prompt_logits)] if num_prompt_logits else []
         logits = torch.zeros(count + num_prompt_logits, self.vocab_size, dtype=self.model.dtype, device=self.device)
-        prepared = self._prepared(Shape(count, count, 1, 1), arrays, send(arrays | rows, self.device))
         logprob_rows = list(range(len(rows.get("logprob_rows", ()))))
-        self.sample(Forward(prepared, logits, sequences, logprob_rows, spans), variant.masks(self.vocab_size)).read()
+        sampled = SampledRows(arrays, rows, sequences, logprob_rows, spans)
+        sent = SentRows.of(sampled, send(sampled.arrays, self.device))
+        self.sample(Forward(logits, sampled, sent), variant.masks(self.vocab_size)).read()
+
+    @property
+    def _array_options(self) -> dict[str, Any]:
+        """Arguments of `batch_arrays` and `sampled_rows`."""
+        return {"vocab_size": self.vocab_size, "drafting": self._drafting, "tokens_ahead": self.tokens_ahead}
 
     @in_inference_mode
     def launch(self, batch: ScheduledBatch) -> Forward:
@@ -315,25 +323,25 @@ class ModelRunner:
             self._block_table.clear(sequence.slot)
             if sequence.request.params.penalised and not self._drafting:
                 self._token_counts().start(sequence.slot, sequence.tokens, sequence.num_prompt_tokens)
-        arrays = batch_arrays(
-            batch,
-            self._block_table,
-            page_size=self.page_size,
-            vocab_size=self.vocab_size,
-            drafting=self._drafting,
-            tokens_ahead=self.tokens_ahead,
-        )
+        arrays = batch_arrays(batch, self._block_table, page_size=self.page_size, **self._array_options)
         if self.states:
             arrays.inputs.update(state_arrays(batch))
         images = None
         if arrays.images:
             images = require_encoder(self.images).step(arrays.images, arrays.inputs["input_ids"])
         adapters = None if self.adapters is None else step_adapters(batch, self.adapters.pool.slot)
-        prepared = self._prepare(arrays, adapters, images)
-        logits = self._run(prepared)[: len(arrays.sequences) + batch.num_prompt_logits]
+        # The results of the step before are awaited for drafts, so the device is idle now: what it samples comes later.
+        rows = None if batch.num_drafts else sampled_rows(batch, arrays, **self._array_options)
+        inputs, sent = self._prepare(arrays, rows, adapters, images)
+        logits = self._run(inputs)[: len(arrays.inputs["logits_indices"])]
+        if rows is None:
+            rows = sampled_rows(batch, arrays, **self._array_options)
+            sent = send(rows.arrays, self.device)
+        if self._graphs is not None and isinstance(inputs, Shape):
+            self._graphs.steps.stage(inputs)
         if towers is not None and not towers.is_read:
             watch = self.encode(towers)
-        return Forward(prepared, logits, arrays.sequences, arrays.logprob_rows, arrays.prompt_spans, watch)
+        return Forward(logits, rows, SentRows.of(rows, sent), watch)
 
     @torch.inference_mode()
     def encode(self, work: TowerWork) -> Stopwatch:
@@ -346,55 +354,63 @@ class ModelRunner:
 
         masks: for rows of `forward.sequences`, which tokens may come next, one bit for each token
         """
-        prepared = forward.prepared
-        sequences = forward.sequences
+        rows = forward.rows
+        sent = forward.sent
+        sequences = rows.sequences
         logits = forward.logits[: len(sequences)]
         prompt_logprobs: tuple[Tensor, ...] = ()
-        if prepared.prompt_targets is not None:
-            top = max(span.sequence.request.params.prompt_logprobs or 0 for span in forward.prompt_spans)
-            prompt_logprobs = self._log_probabilities(forward.logits[len(sequences) :], prepared.prompt_targets, top)
+        if sent.prompt_targets is not None:
+            top = max(span.sequence.request.params.prompt_logprobs or 0 for span in rows.prompt_spans)
+            prompt_logprobs = self._log_probabilities(forward.logits[len(sequences) :], sent.prompt_targets, top)
         if not sequences:
             none = torch.empty(0, dtype=torch.int64, device=logits.device)
-            return PendingResult(none, spans=forward.prompt_spans, prompt_logprobs=prompt_logprobs)
-        sampling = prepared.sampling
+            return PendingResult(none, spans=rows.prompt_spans, prompt_logprobs=prompt_logprobs)
+        sampling = sent.sampling
         if masks:
-            rows = np.array(list(masks), dtype=np.int64)
-            sent = send({"mask_rows": rows, "mask": np.stack(list(masks.values()))}, self.device)
-            sampling = replace(sampling, mask=sent["mask"], mask_rows=sent["mask_rows"])
-        slots = prepared.sampled_slots
+            mask_rows = np.array(list(masks), dtype=np.int64)
+            more = send({"mask_rows": mask_rows, "mask": np.stack(list(masks.values()))}, self.device)
+            sampling = replace(sampling, mask=more["mask"], mask_rows=more["mask_rows"])
+        slots = sent.sampled_slots
         # An INVALID_TOKEN ends its sequence. A step that is launched before the host has read it embeds token 0 instead.
         tokens = sample(logits, sampling, self._counts, slots, self._last_tokens)
         logprobs: tuple[Tensor, ...] = ()
-        wanted = [(row, sequences[row]) for row in forward.logprob_rows]
-        if (index := prepared.logprob_rows) is not None:
+        wanted = [(row, sequences[row]) for row in rows.logprob_rows]
+        if (index := sent.logprob_rows) is not None:
             top = max(sequence.request.params.logprobs or 0 for _, sequence in wanted)
             scores = processed_scores(logits, tokens, sampling, self._counts, slots) if self._processed else logits
             logprobs = self._log_probabilities(scores[index], tokens[index], top)
         if sampling.repetition is not None:
             self._token_counts().record(slots, tokens, sampling)
-        return PendingResult(tokens, wanted, logprobs, forward.prompt_spans, prompt_logprobs)
+        return PendingResult(tokens, wanted, logprobs, rows.prompt_spans, prompt_logprobs)
 
     def _prepare(
-        self, arrays: BatchArrays, adapters: StepAdapters | None = None, images: StepImages | None = None
-    ) -> PreparedBatch:
-        """Send the arrays of a step to the device: into the block of the graphs if there is a graph for the step."""
-        others = arrays.sampling | self._block_table.changes() | arrays.rows
+        self, arrays: BatchArrays, rows: SampledRows | None, adapters: StepAdapters | None, images: StepImages | None
+    ) -> tuple[Inputs | Shape, Mapping[str, Tensor]]:
+        """Send the arrays of a step to the device: into the block of the graphs if there is a graph for the step.
+
+        rows: what the step samples; None if it is sent later
+
+        Returns what the forward takes, which is a shape if its inputs are in that block, and what has been sent.
+        """
+        others = self._block_table.changes() | ({} if rows is None else rows.arrays)
         shape = None
-        padded: dict[str, NDArray[Any]] = {}
+        graphs = self._graphs
         is_captured = arrays.is_plain or self._captures(arrays, images)
-        if self._graphs is not None and is_captured and not (adapters is not None and adapters.is_eager):
-            shape = self._graphs.shape_of(arrays, adapters is not None)
+        if graphs is not None and is_captured and not (adapters is not None and adapters.is_eager):
+            shape = graphs.shape_of(arrays, adapters is not None)
         queries = arrays.max_seqlen_q if shape is None else shape.queries
         if adapters is not None:
             tokens = arrays.num_tokens if shape is None else shape.tokens
             arrays.inputs.update(lora_arrays(adapters, arrays.inputs["logits_indices"], tokens, queries))
-        if shape is not None:
-            padded = pad(arrays.inputs, shape) | others
+        sent = None
+        if graphs is not None and shape is not None:
+            padded = graphs.steps.padded(arrays.inputs, shape)
+            padded.extend(others)
             if images is not None and self._image_memory is not None:
                 self._image_memory.fill(images)
-        if self._graphs is not None and padded and packed_size(padded) <= len(self._graphs.block):
-            sent = send(padded, self.device, self._graphs.block)
-        else:
+            if len(padded.host) <= len(graphs.block):
+                sent = send(padded, self.device, graphs.block)
+        if sent is None:
             shape = None
             sent = send(arrays.inputs | others, self.device)
         self._block_table.apply(sent)
@@ -402,7 +418,7 @@ class ModelRunner:
         if isinstance(inputs, Inputs) and (images is not None or arrays.blocks):
             paged = replace(inputs.paged, blocks=arrays.blocks)
             inputs = replace(inputs, images=images, paged=paged)
-        return self._prepared(inputs, arrays.sampling, sent)
+        return inputs, sent
 
     def _captures(self, arrays: BatchArrays, images: StepImages | None) -> bool:
         """Whether a graph may run a step with images. If so, adds "image_rows" to the inputs."""
@@ -410,22 +426,6 @@ class ModelRunner:
             return False
         arrays.inputs["image_rows"] = rows_of(arrays.images, arrays.num_tokens)
         return True
-
-    def _prepared(
-        self, inputs: Inputs | Shape, sampling: Mapping[str, NDArray[Any]], sent: Mapping[str, Tensor]
-    ) -> PreparedBatch:
-        """sampling: the arrays of `sampling_arrays`. `sent` holds them on the device, together with `BatchArrays.rows`."""
-        top_k = sampling.get("top_k")
-        return PreparedBatch(
-            inputs=inputs,
-            sampled_slots=sent["sampled_slots"],
-            logprob_rows=sent.get("logprob_rows"),
-            prompt_targets=sent.get("prompt_targets"),
-            sampling=SampleParams(
-                **{name: sent[name] for name in sampling},
-                largest_top_k=None if top_k is None else int(top_k.max()),
-            ),
-        )
 
     def _inputs(
         self,
@@ -436,7 +436,7 @@ class ModelRunner:
         fresh: bool = False,
         adapters: StepAdapters | None = None,
     ) -> Inputs:
-        """The inputs of a forward. fields: named as in `cuda_graphs.padding`, on the device"""
+        """The inputs of a forward. fields: named as in `padded_steps.padding`, on the device"""
         paged = PagedBatch(
             kv_caches=self.kv_caches,
             slot_mapping=fields["slot_mapping"],
@@ -459,19 +459,19 @@ class ModelRunner:
             paged=with_groups(paged, fields, self._block_table, self.page_size),
         )
 
-    def _run(self, prepared: PreparedBatch) -> Tensor:
+    def _run(self, inputs: Inputs | Shape) -> Tensor:
         """The logits of one forward. The rows that are sampled come before those of prompt tokens."""
-        if isinstance(prepared.inputs, Inputs):
-            return self._forward(prepared.inputs)
+        if isinstance(inputs, Inputs):
+            return self._forward(inputs)
         assert self._graphs is not None
         try:
-            return self._graphs.run(prepared.inputs)
+            return self._graphs.run(inputs)
         except Exception as error:
             self._on_graph_error(error)
-            inputs = self._graphs.inputs(prepared.inputs)
+            plain = self._graphs.inputs(inputs)
             self._graphs = None
             log.warning("steps run without CUDA graphs from now on, because a capture or a replay failed: %s", error)
-            return self._forward(inputs)
+            return self._forward(plain)
 
     def keeping_features(self, batch: PagedBatch) -> AbstractContextManager[None]:
         """A context for a forward of the model that this one drafts for. Only a draft head needs it: it keeps features."""

@@ -3,6 +3,10 @@
     tensors = send({"ids": ids, "lengths": lengths}, device)             # in new memory
     tensors = send({"ids": ids, "lengths": lengths}, device, block)      # at fixed addresses
 
+    staged = StagedArrays({"ids": ids, "lengths": lengths}, device)      # ahead of time, where the device copies from
+    staged["ids"][:3] = tokens
+    tensors = send(staged, device, block)
+
 Arrays lie one after another in the order of the dict, so the place of each depends only on the sizes of those before it. The
 host does not wait for the copy; work that is queued later on the current stream runs after it.
 """
@@ -22,6 +26,61 @@ ALIGN = 16
 """Bytes that the address of each array is a multiple of."""
 
 
+class StagedArrays(Mapping[str, NDArray[Any]]):
+    """Arrays in the host memory from which they are sent. They are copies of the given ones, and may be changed until then.
+
+    room: bytes that are kept free for the arrays of `extend`
+    """
+
+    def __init__(self, arrays: Mapping[str, NDArray[Any]], device: torch.device, room: int = 0) -> None:
+        # torch's cache takes pinned memory back, and waits for its copy to the device before it gives the memory out again
+        self._pinned = device.type == "cuda"
+        self._host = torch.empty(packed_size(arrays) + room, dtype=torch.uint8, pin_memory=self._pinned)
+        self._bytes: NDArray[np.uint8] = self._host.numpy()
+        self._views: dict[str, NDArray[Any]] = {}
+        self._size = 0
+        self._append(arrays)
+
+    def __getitem__(self, name: str) -> NDArray[Any]:
+        return self._views[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._views)
+
+    def __len__(self) -> int:
+        return len(self._views)
+
+    def extend(self, arrays: Mapping[str, NDArray[Any]]) -> None:
+        """Add arrays behind the others."""
+        size = self._size + packed_size(arrays)
+        if size > len(self._bytes):
+            host = torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned)
+            host[: self._size] = self._host[: self._size]
+            views = self._views
+            self._host = host
+            self._bytes = host.numpy()
+            self._size = 0
+            self._views = {}
+            self._append(views)
+        self._append(arrays)
+
+    @property
+    def host(self) -> Tensor:
+        """(packed_size(self),) uint8, in pinned memory for a GPU."""
+        return self._host[: self._size]
+
+    def _append(self, arrays: Mapping[str, NDArray[Any]]) -> None:
+        start = self._size
+        for name, array in arrays.items():
+            view = self._bytes[start : start + array.nbytes].view(array.dtype)
+            if array.ndim != 1:
+                view = view.reshape(array.shape)
+            view[...] = array
+            self._views[name] = view
+            start += _padded(array)
+        self._size = start
+
+
 class PackedTensors(Mapping[str, Tensor]):
     """The tensors of a block, by name. A view is made at each access, because a step with a CUDA graph uses only two of ten.
 
@@ -32,10 +91,12 @@ class PackedTensors(Mapping[str, Tensor]):
     def __init__(self, block: Tensor, arrays: Mapping[str, NDArray[Any]]) -> None:
         self._block = block
         self._arrays = arrays
-        self._starts = _starts(arrays)
+        self._starts: dict[str, int] = {}  # found at the first access, because a step with drafts may use none of them
 
     def __getitem__(self, name: str) -> Tensor:
         array = self._arrays[name]
+        if not self._starts:
+            self._starts = _starts(self._arrays)
         start = self._starts[name]
         view = self._block[start : start + array.nbytes].view(_torch_type(array.dtype))
         return view if array.ndim == 1 else view.view(array.shape)
@@ -54,15 +115,11 @@ def send(arrays: Mapping[str, NDArray[Any]], device: torch.device, block: Tensor
     """
     if device.type == "cpu" and block is None:
         return {name: torch.from_numpy(array) for name, array in arrays.items()}
-    # torch's cache takes the pinned memory back and waits for the copy before it gives the memory out again.
-    host = torch.empty(packed_size(arrays), dtype=torch.uint8, pin_memory=device.type == "cuda")
-    packed = host.numpy()
-    for start, array in zip(_starts(arrays).values(), arrays.values(), strict=True):
-        packed[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
+    host = (arrays if isinstance(arrays, StagedArrays) else StagedArrays(arrays, device)).host
     if block is None:
         block = host.to(device, non_blocking=True)
     else:
-        block[: len(packed)].copy_(host, non_blocking=True)
+        block[: len(host)].copy_(host, non_blocking=True)
     return PackedTensors(block, arrays)
 
 

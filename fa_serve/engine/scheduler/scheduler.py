@@ -344,8 +344,8 @@ class Scheduler:
             num_tokens = sequence.num_tokens
             decodes = sequence.num_computed + 1 >= num_tokens
             num_decoding += decodes
-            if sequence.num_drafts or (drafting and self._drafts.is_held_back(sequence)):
-                continue
+            if sequence.num_pending and (sequence.num_drafts or (drafting and self._drafts.is_held_back(sequence))):
+                continue  # it waits for the pending token, or has drafts in flight
             if not decodes:
                 prompts.append(sequence)
             elif batch.room and not (has_states and not self._prefix.can_store(sequence, 1)):

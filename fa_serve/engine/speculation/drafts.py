@@ -101,15 +101,21 @@ class NgramIndex:
         if length <= MIN_MATCH:
             return []
         position = self._newest.get(tuple(tokens[-MIN_MATCH:]), 0)
+        last = tokens[-MAX_MATCH:]
         found = 0
-        longest = 0
+        longest = MIN_MATCH - 1
         for _ in range(MAX_CANDIDATES):
-            if not position:
+            limit = min(MAX_MATCH, position)
+            if longest >= limit:  # there is no longer match, or no candidate is left
                 break
-            match = MIN_MATCH
-            while match < min(MAX_MATCH, position) and tokens[position - 1 - match] == tokens[length - 1 - match]:
-                match += 1
-            if match > longest:
+            if limit == MAX_MATCH and tokens[position - MAX_MATCH : position] == last:  # what edits and quotations find
+                found = position
+                break
+            match = longest + 1
+            # one comparison of slices rules out most candidates
+            if tokens[position - match : position] == last[-match:]:
+                while match < limit and tokens[position - 1 - match] == last[-1 - match]:
+                    match += 1
                 found = position
                 longest = match
             position = self._previous[position]
@@ -162,7 +168,9 @@ class NgramDrafter:
 
     def propose(self, sequence: SequenceState, count: int) -> list[int] | None:
         """What followed the last tokens earlier."""
-        index = self._indices.setdefault(sequence, NgramIndex())
+        index = self._indices.get(sequence)
+        if index is None:
+            index = self._indices[sequence] = NgramIndex()
         return index.continuation(sequence.tokens, count) if index.extend(sequence.tokens) else None
 
     def forget(self, sequence: SequenceState) -> None:
@@ -241,14 +249,15 @@ class Speculation:
 
     def num_wanted(self, sequence: SequenceState, num_running: int, most: int) -> int:
         """How many tokens the sequence may draft, up to `most`; 0 unless the next step computes only its last token."""
-        if not self.is_on(num_running) or not sequence.num_output_tokens or sequence.num_pending:
+        limit = draft_limit(self.num_tokens, num_running)
+        if not limit or sequence.num_pending or not sequence.num_output_tokens:
             return 0
         if sequence.num_computed + 1 != len(sequence.tokens) or not self._may_draft(sequence):
             return 0
         left = sequence.request.max_tokens - sequence.num_output_tokens
         if self.drafter.prepares:
             most = min(most, round(MORE_THAN_RIGHT * self._history(sequence).num_right) + 1)
-        return max(min(draft_limit(self.num_tokens, num_running), most, left - 1), 0)
+        return max(min(limit, most, left - 1), 0)
 
     def draft(self, sequence: SequenceState, num_running: int, most: int) -> list[int]:
         """At most `most` guesses of the tokens after the last one; [] unless the next step computes only that one."""
@@ -297,7 +306,10 @@ class Speculation:
         return history is None or len(sequence.tokens) >= history.resume_at
 
     def _history(self, sequence: SequenceState) -> DraftHistory:
-        return self._histories.setdefault(sequence, DraftHistory(self._num_right))
+        history = self._histories.get(sequence)
+        if history is None:
+            history = self._histories[sequence] = DraftHistory(self._num_right)
+        return history
 
 
 def num_accepted(drafts: Sequence[int], draws: Sequence[int]) -> int:

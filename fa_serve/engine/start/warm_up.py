@@ -108,7 +108,7 @@ class SamplingVariant(NamedTuple):
         return [SequenceState(request) for _ in range(self.rows)]
 
     def arrays(self, sequences: Sequence[SequenceState], vocab_size: int) -> tuple[Arrays, Arrays]:
-        """The fields of `SampleParams`, and those of `BatchArrays.rows`. sequences: one for each row"""
+        """The fields of `SampleParams`, and those of `SampledRows.rows`. sequences: one for each row"""
         requests = [sequence.request for sequence in sequences]
         sampling = sampling_arrays(requests, [len(request.prompt) for request in requests], vocab_size)
         if self.drafts:

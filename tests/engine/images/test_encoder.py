@@ -12,7 +12,8 @@ from image_cases import GREEDY, Case, answer
 from fa_serve.engine import Engine, EngineConfig, SamplingParams
 from fa_serve.engine.images.encoder import ImageEncoder
 from fa_serve.engine.images.prompt import ImageInput
-from fa_serve.engine.runner.cuda_graphs import Shape, StepGraphs
+from fa_serve.engine.runner.cuda_graphs import StepGraphs
+from fa_serve.engine.runner.padded_steps import Shape
 from fa_serve.engine.scheduler.prompt_share import PromptShare
 from fa_serve.hf.images import ImageReader
 from fa_serve.spec import ParameterError

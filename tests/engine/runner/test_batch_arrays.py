@@ -10,7 +10,7 @@ from fa_serve.engine.cache.block_table import BlockTable
 from fa_serve.engine.images.prompt import ImageInput, PlacedImage, PromptImages
 from fa_serve.engine.request.request import Request
 from fa_serve.engine.runner.batch_arrays import BatchArrays, batch_arrays
-from fa_serve.engine.runner.cuda_graphs import Shape, padding
+from fa_serve.engine.runner.padded_steps import Shape, padding
 from fa_serve.engine.scheduler.scheduled_batch import Chunk, ScheduledBatch
 from fa_serve.engine.scheduler.sequence import SequenceState
 
@@ -43,13 +43,7 @@ def test_a_chunk_of_a_prompt_beside_a_decoding_sequence() -> None:
         "cu_seqlens_q": [0, 1, 4],
         "logits_indices": [0, 1, 2, 3],
     }
-    assert {name: array.tolist() for name, array in arrays.rows.items()} == {
-        "sampled_slots": [3],
-        "logprob_rows": [0],
-        "prompt_targets": [12, 13, 14],
-    }
-    assert arrays.sequences == [decoding]
-    assert arrays.prompt_spans == [(prompt, 1, 4)]
+    assert (arrays.num_samples.tolist(), arrays.places.tolist(), arrays.num_prompt_logits) == ([1, 0], [5, 0, 1, 2], 3)
     assert (arrays.num_tokens, arrays.num_sequences, arrays.max_seqlen_q, arrays.max_seqlen_k) == (4, 2, 3, 6)
     assert (arrays.decoding, arrays.fresh) == (False, False)
 
@@ -113,12 +107,7 @@ def test_a_chunk_with_drafts_has_a_row_for_each_of_its_tokens() -> None:
     assert arrays.inputs["position_ids"].tolist() == [2, 3, 4, 5]
     assert arrays.inputs["slot_mapping"].tolist() == [2, 7, 8, 9]
     assert arrays.inputs["logits_indices"].tolist() == [0, 1, 2, 3]
-    assert arrays.sequences == [plain, guessed, guessed, guessed]
-    assert arrays.rows["sampled_slots"].tolist() == [1, 2, 2, 2]
-    assert arrays.rows["logprob_rows"].tolist() == [1, 2, 3]
-    assert arrays.sampling["draft_index"].tolist() == [208, 308, 309]
-    assert arrays.sampling["next_drafts"].tolist() == [-1, 8, 9, -1]
-    assert arrays.sampling["first_rows"].tolist() == [0, 1, 1, 1]
+    assert arrays.num_samples.tolist() == [1, 3]
     assert arrays.decoding
     assert arrays.inputs["seqused_k"].tolist() == [3, 6]
     assert arrays.max_seqlen_q == 3
@@ -129,5 +118,5 @@ def test_drafts_beside_a_chunk_that_does_not_sample() -> None:
     guessed = make_sequence("b", [4, 5, 6], slot=2, pages=[1, 2])
     arrays = make_arrays(Chunk(prompt, 0, 0, 3, 0), Chunk(guessed, 2, 2, 2, 2, drafts=[8]))
     assert arrays.inputs["logits_indices"].tolist() == [3, 4]
-    assert arrays.sequences == [guessed, guessed]
+    assert arrays.num_samples.tolist() == [0, 2]
     assert not arrays.decoding

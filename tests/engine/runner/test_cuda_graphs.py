@@ -5,7 +5,6 @@ The fixture `replays` replaces a capture by a plain call. Everything else, buffe
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 from tiny_models import greedy, make_model, random_prompts
@@ -13,7 +12,8 @@ from tiny_models import greedy, make_model, random_prompts
 from fa_serve.engine import EngineConfig, EngineDeadError, SamplingParams
 from fa_serve.engine.parallel import leader
 from fa_serve.engine.runner import cuda_graphs
-from fa_serve.engine.runner.cuda_graphs import Shape, batch_sizes, pad
+from fa_serve.engine.runner.cuda_graphs import batch_sizes
+from fa_serve.engine.runner.padded_steps import Shape
 
 PROMPTS = [[3, 4, 5], [6] * 9, [7, 8], [9], [10, 11, 12, 13]]
 
@@ -374,27 +374,6 @@ def test_logprobs_of_prompts_are_computed_without_a_graph(make_engine, replays) 
         assert bool(prompts(engine)) == (prompt_logprobs is None)
 
 
-def test_padding_holds_no_keys_and_writes_none() -> None:
-    arrays = {
-        "input_ids": np.array([7, 8, 9]),
-        "position_ids": np.array([4, 0, 1]),
-        "slot_mapping": np.array([20, 32, 33]),
-        "slots": np.array([3, 1]),
-        "seqused_k": np.array([5, 2]),
-        "cu_seqlens_q": np.array([0, 1, 3]),
-        "logits_indices": np.array([2]),
-    }
-    assert {name: array.tolist() for name, array in pad(arrays, Shape(5, 6, 5, 1024)).items()} == {
-        "input_ids": [7, 8, 9, 0, 0],
-        "position_ids": [4, 0, 1, 0, 0],
-        "slot_mapping": [20, 32, 33, -1, -1],
-        "slots": [3, 1, 0, 0, 0, 0],
-        "seqused_k": [5, 2, 0, 0, 0, 0],
-        "cu_seqlens_q": [0, 1, 3, 4, 5, 5, 5],
-        "logits_indices": [2, 0, 0, 0, 0, 0],
-    }
-
-
 def verified(engine) -> list[tuple[int, int, int]]:
     """(sequences, tokens, tokens of a sequence) of the captured steps that verify drafts, in order."""
     return [(x.batch, x.tokens, x.queries) for x in engine._runner._graphs._replays if x.kind == "drafts"]
@@ -460,17 +439,3 @@ def test_the_sizes_of_steps_that_verify_drafts(make_engine, replays) -> None:
     assert graphs.shape_for(70, 66, 100, decoding=True, queries=2) is None
     assert graphs.shape_for(100, 73, 100, decoding=False) is None, "a step with prompts that samples for 73 rows"
     assert make_engine(deterministic=True, speculative="ngram")._runner._max_drafts == engine._runner._max_drafts
-
-
-def test_the_fields_of_a_step_with_drafts_are_padded() -> None:
-    """Two sequences, with two drafts and without drafts, in a step for four sequences of three tokens."""
-    inputs = {
-        "input_ids": np.array([7, 8, 9, 5]),
-        "slots": np.array([3, 1]),
-        "cu_seqlens_q": np.array([0, 3, 4]),
-        "logits_indices": np.array([0, 1, 2, 3]),
-    }
-    padded = pad(inputs, Shape(12, 4, 3, 64))
-    assert padded["input_ids"].tolist() == [7, 8, 9, 5] + [0] * 8
-    assert padded["cu_seqlens_q"].tolist() == [0, 3, 4, 5, 6]
-    assert padded["logits_indices"].tolist() == [0, 1, 2, 3] + [0] * 8

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
-from fa_serve.engine.runner.cuda_graphs import Shape, pad, padding
 from fa_serve.engine.runner.lora_arrays import (
     LARGE_TILE_ROWS,
     StepAdapters,
@@ -14,6 +14,7 @@ from fa_serve.engine.runner.lora_arrays import (
     tile_arrays,
     tile_rows,
 )
+from fa_serve.engine.runner.padded_steps import PaddedSteps, Shape, padding
 from fa_serve.ops.lora.problem import SMALL_TILE_ROWS
 
 
@@ -62,7 +63,7 @@ def test_tiles_name_each_row_of_a_graph_once(tokens: int, total: int, queries: i
         "slots": np.zeros(3, np.int64),
         "cu_seqlens_q": np.array([0, 1, 2, tokens]),
     }
-    for padded in (padding(shape), pad(step | fields, shape)):
+    for padded in (padding(shape), PaddedSteps(torch.device("cpu"), states=False).padded(step | fields, shape)):
         named = [padded["lora_rows"][first : first + count] for _, first, count in padded["lora_tiles"].tolist()]
         assert sorted(np.concatenate(named).tolist()) == list(range(total))
         assert len(padded["lora_tiles"]) == total // tile_rows(total, queries) + 65

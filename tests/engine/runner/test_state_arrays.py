@@ -12,7 +12,7 @@ from fa_serve.engine.cache.states import SHORT_CHUNK
 from fa_serve.engine.config import EngineConfig
 from fa_serve.engine.request.params import SamplingParams
 from fa_serve.engine.request.request import Request
-from fa_serve.engine.runner.cuda_graphs import Shape, padding
+from fa_serve.engine.runner.padded_steps import Shape, padding
 from fa_serve.engine.runner.state_arrays import (
     check_settings_with_states,
     empty_state_arrays,

@@ -13,7 +13,7 @@ from speculation_cases import CASES, SAMPLED, TIGHT, check_answers, check_case
 from tiny_models import VOCAB, random_prompts
 
 from fa_serve.engine import Engine, EngineConfig, SamplingParams
-from fa_serve.engine.runner.cuda_graphs import Shape, padding
+from fa_serve.engine.runner.padded_steps import Shape, padding
 from fa_serve.engine.runner.transfer import send
 from fa_serve.engine.scheduler.sequence import SequenceState
 from fa_serve.engine.start.start_up import warm_up
