@@ -86,11 +86,11 @@ test-triton: $(OTHER_RELEASES) ## the kernels compile with the other releases of
 	  tests/backends/hopper/test_block_sparse_compiled.py; done
 
 # What meets the modules, masks and caches of transformers, also in the engine: models that keep states ask a cache in other words in
-# each release. Not what reads files, prints tables, differentiates, or asks the pinned release the same by another way.
+# each release. Not what reads files, prints tables, trains plain models, or asks the pinned release the same by another way.
 test-newest: $(VENV)/.newest ## the transformers adapter with the packages of requirements-newest.txt
 	PYTHONPATH=$(VENV)/newest $(BIN)/python -c 'from transformers import __version__ as v; "transformers==" + v in open("requirements-newest.txt").read() or exit("not the newest: " + v)'
 	PYTHONPATH=$(VENV)/newest FA_SERVE_SHARE=$(SHARE) $(PYTEST) tests/hf tests/engine/test_hybrids.py::test_greedy_tokens_are_those_of_generate \
-	  $(addprefix --ignore tests/hf/,weights lora test_info.py test_model_location.py test_traced_export.py test_training.py test_exact_gradients.py) \
+	  $(addprefix --ignore tests/hf/,weights lora test_info.py test_model_location.py test_traced_export.py test_training.py) \
 	  $(addprefix --deselect tests/hf/test_families.py::test_,packed decode chunked_prefill custom_mask mutant_is_caught)
 
 lint: $(VENV)/.test ## ruff, hadolint, and the workflows: their schema and zizmor

@@ -41,7 +41,7 @@ from fa_serve.hf.adapter.models import NAME
 from fa_serve.hf.adapter.packed_forwards import unwatch_packs, watched_modules
 from fa_serve.hf.adapter.paged import PagedBatch, first_position
 from fa_serve.hf.adapter.probe import model_layers
-from fa_serve.hf.adapter.releases import CACHE_NAMES
+from fa_serve.hf.adapter.releases import CACHE_NAMES, CHECKPOINTING, forward_within_checkpoint, missing_checkpoint
 from fa_serve.hf.adapter.short_choices import length_limit
 from fa_serve.hf.adapter.state_modules import find_state_modules
 from fa_serve.hf.adapter.translate import LayerCall
@@ -71,8 +71,6 @@ from fa_serve.spec import TREE_SPLITS, ParameterError, UnsupportedModelError
 
 EXPERTS_NAME = "fa_serve_exact"
 """The name of the experts implementation in transformers that replaces "fa_serve" within the context."""
-CHECKPOINTING = "_gradient_checkpointing_func"
-"""The attribute of a module of transformers that holds the function by which it checkpoints its layers."""
 GREEDY_TEMPERATURE = 1e-6
 """Below this temperature an engine takes the most likely token, and reports log-probabilities of temperature 1."""
 
@@ -380,6 +378,14 @@ class _ExactBatch:
 
     def train_layer(self, layer: FusedLayer, hidden_states: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """A fused layer on all tokens of the batch, (batch, tokens, hidden). Padding stays as it is."""
+        checkpoint = missing_checkpoint(layer.module)
+        if checkpoint is None:
+            return self._train_layer(layer, kwargs, hidden_states, *args)
+        out: Tensor = checkpoint(partial(self._train_layer, layer, kwargs), hidden_states, *args)
+        return out
+
+    def _train_layer(self, layer: FusedLayer, kwargs: dict[str, Any], hidden_states: Tensor, *args: Any) -> Tensor:
+        """A fused layer that is not checkpointed, or within its checkpoint."""
         if not torch.is_grad_enabled():
             return self._compute_layer(layer, hidden_states, kwargs)
         module = layer.module
@@ -387,10 +393,11 @@ class _ExactBatch:
             self._again[module] = parameters_computed_again(layer)
         if not self._again[module]:
             return self._record_layer(layer, hidden_states, kwargs)
+        own = forward_within_checkpoint(module)
         return layer_computed_again(
             LayerAgain(
                 partial(self._compute_layer, layer, kwargs=kwargs),
-                lambda x: layer.original(x, *args, **kwargs),
+                lambda x: own(x, *args, **kwargs),
                 self.state.with_settings,
             ),
             hidden_states,

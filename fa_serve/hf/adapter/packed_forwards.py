@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import find_packed_sequence_indices
 
 from fa_serve.hf.adapter.packs import Forward, Packs, hides_values, refuse_untold_positions, running
+from fa_serve.hf.adapter.releases import CHECKPOINTING
 from fa_serve.hf.adapter.state_modules import find_state_modules, patched_mixer
 from fa_serve.spec import UnsupportedModelError
 
@@ -31,7 +32,6 @@ _WORDS = "_fa_serve_words"
 _COUNTS = "_fa_serve_counts_positions"
 _MIXERS = "_fa_serve_mixers"
 _HOOKS = "_fa_serve_hooks"
-_CHECKPOINT = "_gradient_checkpointing_func"
 
 
 def watch_packs(model: PreTrainedModel, counts_positions: bool) -> None:
@@ -227,9 +227,9 @@ def _tell_states(model: Any, packs: Packs) -> None:
             )
     if model.training and _mixers(model):
         for module in model.modules():
-            checkpoint = vars(module).get(_CHECKPOINT)
+            checkpoint = vars(module).get(CHECKPOINTING)
             if checkpoint is not None and not isinstance(checkpoint, _Remembering):
-                setattr(module, _CHECKPOINT, _Remembering(checkpoint))
+                setattr(module, CHECKPOINTING, _Remembering(checkpoint))
 
 
 class _Remembering:

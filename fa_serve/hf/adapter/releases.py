@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -25,6 +25,7 @@ from transformers.cache_utils import (
     DynamicLayer,
     DynamicSlidingWindowLayer,
 )
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 CACHE_NAMES = ("cache_params", "past_key_values", "cache")
 """Names of a forward's argument for its cache: up to 5.23 "past_key_values", or "cache_params" in state space models; later
@@ -50,6 +51,30 @@ def plain_function(value: Any) -> FunctionType | None:
         functions = (cell.cell_contents for cell in cells)
         value = inspect.unwrap(next((each for each in functions if isinstance(each, FunctionType)), value))
     return value if isinstance(value, FunctionType) else None
+
+
+CHECKPOINTING = "_gradient_checkpointing_func"
+"""The attribute of a module of transformers that holds the function by which it checkpoints its layers, or itself."""
+
+
+def _checkpoints_in_forward(layer: nn.Module) -> bool:
+    """Whether the `forward` of a layer's class checkpoints the layer. In 5.17 its `__call__` does, which includes its hooks."""
+    return isinstance(layer, GradientCheckpointingLayer) and "__call__" not in vars(GradientCheckpointingLayer)
+
+
+def missing_checkpoint(layer: nn.Module) -> Callable[..., Any] | None:
+    """The function by which a replaced `forward` of a layer must checkpoint the layer now, because the forward of the layer's
+    class would do so. None if nothing is checkpointed, or if the layer's `__call__` does it."""
+    if not _checkpoints_in_forward(layer):
+        return None
+    checkpoints = layer.gradient_checkpointing and layer.training and torch.is_grad_enabled()
+    return getattr(layer, CHECKPOINTING) if checkpoints else None
+
+
+def forward_within_checkpoint(layer: nn.Module) -> Callable[..., Any]:
+    """The forward of a layer's class without what checkpoints it: what a checkpoint calls."""
+    forward: Any = type(layer).forward
+    return partial(forward.__wrapped__ if _checkpoints_in_forward(layer) else forward, layer)
 
 
 CHOOSING_LAYERS = frozenset(name for name, kind in DYNAMIC_LAYER_TYPE_MAPPING.items() if kind is DynamicIndexedLayer)
