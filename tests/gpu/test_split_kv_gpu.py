@@ -170,14 +170,14 @@ CHUNKS = [
     Case((2048,), (65536 + 2048,), heads=(2, 1)),
     Case((2048, 1), (8192 + 2048, 9000), heads=(2, 1), head_dims=(64, 64)),
     Case((300,), (5300,), heads=(16, 8)),
-    Case((300,), (5300,), heads=(64, 8), head_dims=(64, 64)),
     Case((24,), (9000,), heads=(32, 8), sinks=True),
 ]
 WHOLE = [
+    Case((300,), (5300,), heads=(64, 8), head_dims=(64, 64)),
     Case((300,) * 4, (5300,) * 4, heads=(64, 8)),
     Case((300, 1, 160, 700), (5300, 9000, 12000, 3000), heads=(64, 8), head_dims=(64, 64), window=(4000, 0)),
 ]
-"""Chunks whose heads share tiles, of which there are enough to fill the GPU."""
+"""Chunks whose heads share tiles, of which there are enough to fill the GPU. Without pages heads share no tiles."""
 
 
 @pytest.mark.parametrize("layout", ["packed", "paged"])
