@@ -35,10 +35,7 @@ class StagedArrays(Mapping[str, NDArray[Any]]):
     def __init__(self, arrays: Mapping[str, NDArray[Any]], device: torch.device, room: int = 0) -> None:
         # torch's cache takes pinned memory back, and waits for its copy to the device before it gives the memory out again
         self._pinned = device.type == "cuda"
-        self._host = torch.empty(packed_size(arrays) + room, dtype=torch.uint8, pin_memory=self._pinned)
-        self._bytes: NDArray[np.uint8] = self._host.numpy()
-        self._views: dict[str, NDArray[Any]] = {}
-        self.size = 0  # bytes of the arrays
+        self._allocate(packed_size(arrays) + room)
         self._append(arrays)
 
     def __getitem__(self, name: str) -> NDArray[Any]:
@@ -54,13 +51,8 @@ class StagedArrays(Mapping[str, NDArray[Any]]):
         """Add arrays behind the others."""
         size = self.size + packed_size(arrays)
         if size > len(self._bytes):
-            host = torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned)
-            host[: self.size] = self._host[: self.size]
             views = self._views
-            self._host = host
-            self._bytes = host.numpy()
-            self.size = 0
-            self._views = {}
+            self._allocate(size)
             self._append(views)
         self._append(arrays)
 
@@ -68,6 +60,12 @@ class StagedArrays(Mapping[str, NDArray[Any]]):
     def host(self) -> Tensor:
         """(size,) uint8, in pinned memory for a GPU."""
         return self._host[: self.size]
+
+    def _allocate(self, size: int) -> None:
+        self._host = torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned)
+        self._bytes: NDArray[np.uint8] = self._host.numpy()
+        self._views: dict[str, NDArray[Any]] = {}
+        self.size = 0  # bytes of the arrays
 
     def _append(self, arrays: Mapping[str, NDArray[Any]]) -> None:
         start = self.size
