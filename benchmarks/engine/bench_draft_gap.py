@@ -2,6 +2,7 @@
 
     python -m benchmarks.engine.bench_draft_gap                  # 1, 16 and 64 sequences, greedy
     python -m benchmarks.engine.bench_draft_gap --sampled        # with temperature, top_k and top_p
+    python -m benchmarks.engine.bench_draft_gap --no-lookup      # drafts are not looked up, as in profile_engine.py
     python -m benchmarks.engine.bench_draft_gap --profile 30     # and the functions that take most of this time
     PYTHONPATH=/tmp/before python benchmarks/engine/bench_draft_gap.py   # another source tree
 
@@ -182,6 +183,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--step-ms", type=float, default=2.0, help="how long the device computes a step")
     parser.add_argument("--sampled", action="store_true", help="with temperature, top_k and top_p")
+    parser.add_argument("--no-lookup", action="store_true", help="take the last tokens for drafts")
     parser.add_argument("--profile", type=int, default=0, metavar="N", help="print the N functions that take most of the gap")
     args = parser.parse_args()
     from fa_serve.engine import SamplingParams
@@ -189,6 +191,8 @@ def main() -> None:
     sampling: dict[str, Any] = {"temperature": 0.8, "top_k": 50, "top_p": 0.95} if args.sampled else {"temperature": 0.0}
     params = SamplingParams(max_tokens=3000, ignore_eos=True, **sampling)
     engine = make_engine()
+    if args.no_lookup:
+        engine._scheduler.speculation.drafter.propose = lambda sequence, count: (sequence.tokens[-16:] * 2)[:count]
     gc.collect()
     gc.freeze()
     gc.disable()  # a collection in the middle of a measurement is noise

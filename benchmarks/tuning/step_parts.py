@@ -29,6 +29,7 @@ def parts_of_step() -> dict[str, tuple[Any, str]]:
     """What the host does in a step: the name of each part, and the owner and the name of the function that does it.
 
     If drafts are verified, "schedule" to "launch" come after the results of the step before, and the device is idle meanwhile.
+    "rows" comes before "sending" in other steps.
     """
     from fa_serve.engine import Engine
     from fa_serve.engine.runner import model_runner
@@ -42,6 +43,7 @@ def parts_of_step() -> dict[str, tuple[Any, str]]:
         "sending": (model_runner.ModelRunner, "_prepare"),
         "launch": (model_runner.ModelRunner, "_run"),
         "towers": (model_runner.ModelRunner, "encode"),
+        "rows": (model_runner, "sampled_rows"),
         "sampling": (model_runner.ModelRunner, "sample"),
         "outputs": (Engine, "_take_outputs"),
     }

@@ -130,5 +130,5 @@ def test_a_profile_without_speculation_shows_decoding_alone(small_profile: Names
     assert len(steps) == 3, "batches of 1 and 3, and prompts"
     for wall, host, parts in steps:
         spent = {name: float(ms) for name, ms in (part.split() for part in parts.split(", "))}
-        assert {"schedule", "arrays", "sending", "launch", "sampling", "outputs"} == spent.keys()
+        assert {"schedule", "arrays", "sending", "launch", "towers", "rows", "sampling", "outputs"} == spent.keys()
         assert 0 < spent["launch"] < sum(spent.values()) <= float(host) + 0.01 <= float(wall) + 0.02

@@ -408,7 +408,7 @@ class ModelRunner:
             padded.extend(others)
             if images is not None and self._image_memory is not None:
                 self._image_memory.fill(images)
-            if len(padded.host) <= len(graphs.block):
+            if padded.size <= graphs.block.numel():
                 sent = send(padded, self.device, graphs.block)
         if sent is None:
             shape = None

@@ -35,10 +35,7 @@ class StagedArrays(Mapping[str, NDArray[Any]]):
     def __init__(self, arrays: Mapping[str, NDArray[Any]], device: torch.device, room: int = 0) -> None:
         # torch's cache takes pinned memory back, and waits for its copy to the device before it gives the memory out again
         self._pinned = device.type == "cuda"
-        self._host = torch.empty(packed_size(arrays) + room, dtype=torch.uint8, pin_memory=self._pinned)
-        self._bytes: NDArray[np.uint8] = self._host.numpy()
-        self._views: dict[str, NDArray[Any]] = {}
-        self._size = 0
+        self._allocate(packed_size(arrays) + room)
         self._append(arrays)
 
     def __getitem__(self, name: str) -> NDArray[Any]:
@@ -52,25 +49,26 @@ class StagedArrays(Mapping[str, NDArray[Any]]):
 
     def extend(self, arrays: Mapping[str, NDArray[Any]]) -> None:
         """Add arrays behind the others."""
-        size = self._size + packed_size(arrays)
+        size = self.size + packed_size(arrays)
         if size > len(self._bytes):
-            host = torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned)
-            host[: self._size] = self._host[: self._size]
             views = self._views
-            self._host = host
-            self._bytes = host.numpy()
-            self._size = 0
-            self._views = {}
+            self._allocate(size)
             self._append(views)
         self._append(arrays)
 
     @property
     def host(self) -> Tensor:
-        """(packed_size(self),) uint8, in pinned memory for a GPU."""
-        return self._host[: self._size]
+        """(size,) uint8, in pinned memory for a GPU."""
+        return self._host[: self.size]
+
+    def _allocate(self, size: int) -> None:
+        self._host = torch.empty(size, dtype=torch.uint8, pin_memory=self._pinned)
+        self._bytes: NDArray[np.uint8] = self._host.numpy()
+        self._views: dict[str, NDArray[Any]] = {}
+        self.size = 0  # bytes of the arrays
 
     def _append(self, arrays: Mapping[str, NDArray[Any]]) -> None:
-        start = self._size
+        start = self.size
         for name, array in arrays.items():
             view = self._bytes[start : start + array.nbytes].view(array.dtype)
             if array.ndim != 1:
@@ -78,7 +76,7 @@ class StagedArrays(Mapping[str, NDArray[Any]]):
             view[...] = array
             self._views[name] = view
             start += _padded(array)
-        self._size = start
+        self.size = start
 
 
 class PackedTensors(Mapping[str, Tensor]):
@@ -119,7 +117,7 @@ def send(arrays: Mapping[str, NDArray[Any]], device: torch.device, block: Tensor
     if block is None:
         block = host.to(device, non_blocking=True)
     else:
-        block[: len(host)].copy_(host, non_blocking=True)
+        block[: host.numel()].copy_(host, non_blocking=True)
     return PackedTensors(block, arrays)
 
 

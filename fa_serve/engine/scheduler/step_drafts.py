@@ -64,7 +64,8 @@ class StepDrafts:
     def guess(self, sequence: SequenceState, budget: int) -> list[int]:
         """The drafts that this step verifies, for which the sequence gets pages. budget: tokens for them and the last token"""
         drafts = self._speculation.draft(sequence, len(self._running), min(self._room(sequence), budget - 1))
-        self._grow(sequence, len(sequence.tokens) + len(drafts))
+        if drafts:
+            self._grow(sequence, len(sequence.tokens) + len(drafts))
         return drafts
 
     def _room(self, sequence: SequenceState) -> int:

@@ -83,11 +83,12 @@ class NgramIndex:
         first = len(self._previous)
         last = min(len(tokens), first + CATCH_UP)
         newest = self._newest
-        for end in range(first, last):
-            key = tuple(tokens[end - MIN_MATCH : end]) if end >= MIN_MATCH else ()
-            self._previous.append(newest.get(key, 0) if key else 0)
-            if key:
-                newest[key] = end
+        for _ in range(first, min(last, MIN_MATCH)):  # no n-gram ends so early
+            self._previous.append(0)
+        for end in range(max(first, MIN_MATCH), last):
+            key = tuple(tokens[end - MIN_MATCH : end])
+            self._previous.append(newest.get(key, 0))
+            newest[key] = end
         if len(newest) > MAX_NGRAMS:
             newest.clear()
         return last == len(tokens)

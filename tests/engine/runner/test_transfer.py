@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from fa_serve.engine.runner.transfer import ALIGN, PackedTensors, packed_size, send
+from fa_serve.engine.runner.transfer import ALIGN, PackedTensors, StagedArrays, packed_size, send
 
 ARRAYS = {
     "ids": np.array([1, 2, 3], dtype=np.int64),
@@ -36,3 +36,22 @@ def test_places_depend_on_sizes_alone() -> None:
     views = PackedTensors(block, {name: np.zeros_like(array) for name, array in ARRAYS.items()})
     assert views["flags"].tolist() == [7]
     assert (views["flags"].data_ptr() - block.data_ptr()) % ALIGN == 0
+
+
+@pytest.mark.parametrize("room", [0, 16, 4096], ids=["no room", "too little room", "room"])
+def test_staged_arrays_are_those_that_were_written_last(room) -> None:
+    cpu = torch.device("cpu")
+    staged = StagedArrays({"ids": np.zeros(3, dtype=np.int64), "scores": np.zeros((2, 1), dtype=np.float32)}, cpu, room)
+    staged["ids"][:2] = [1, 2]
+    staged["scores"][...] = ARRAYS["scores"]
+    more = {"flags": ARRAYS["flags"], "none": ARRAYS["none"]}
+    staged.extend(more)
+    staged["ids"][2] = 3
+    assert staged.size == packed_size(staged) == 32 + 16 + 16
+    assert list(staged) == ["ids", "scores", "flags", "none"]
+    block = torch.zeros(256, dtype=torch.uint8)
+    sent = send(staged, cpu, block)
+    for name in staged:
+        assert np.array_equal(sent[name].numpy(), ARRAYS[name])
+    staged["ids"][0] = 9
+    assert sent["ids"].tolist() == [1, 2, 3], "the block is a copy"

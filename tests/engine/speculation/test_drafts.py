@@ -61,8 +61,17 @@ class Oracle:
 def check(make_engine, monkeypatch) -> Callable[..., Engine]:
     """Answers with speculation are those without it."""
 
-    def check(params: SamplingParams, *, longer: SamplingParams | None = None, depth: int = 1, **given: object) -> Engine:
-        """longer: parameters under which answers continue, so that drafts reach beyond the end of the answer"""
+    def check(
+        params: SamplingParams,
+        *,
+        longer: SamplingParams | None = None,
+        depth: int = 1,
+        graphs: bool = False,
+        **given: object,
+    ) -> Engine:
+        """longer: parameters under which answers continue, so that drafts reach beyond the end of the answer
+        graphs: steps with drafts go through the fixed buffers of CUDA graphs, which the fixture `replays` replaces
+        """
         oracle = Oracle(monkeypatch)
         prompts = random_prompts(4)
         plain = make_engine(**given)
@@ -72,6 +81,8 @@ def check(make_engine, monkeypatch) -> Callable[..., Engine]:
             expected = make_engine(**given).generate(prompts, params)
         engine = make_engine(speculative="ngram", num_speculative_tokens=5, **given)
         engine._steps.depth = depth
+        if graphs:
+            engine._runner.make_graphs()
         assert list(map(shown, engine.generate(prompts, params))) == list(map(shown, expected))
         engine.check_integrity()
         stats = engine.stats()
@@ -87,6 +98,16 @@ def test_no_parameter_changes_what_is_generated(check, case) -> None:
     engine = check(CASES[case])
     accepted = engine.stats().speculation.num_accepted_tokens
     assert accepted > 0 or case in ("one", "two"), "a last token needs no draft"
+
+
+@pytest.mark.parametrize("given", [{}, TIGHT], ids=["room", "preempted"])
+@pytest.mark.parametrize("case", ["greedy", "sampled", "penalties", "logprobs", "schema", "ids", "answers"])
+def test_no_parameter_changes_what_is_generated_by_graphs(check, replays, case, given) -> None:
+    """A step with drafts fills padding that was made before, and its sampling is prepared behind its launch."""
+    engine = check(CASES[case], graphs=True, **given)
+    assert engine.stats().speculation.num_accepted_tokens > 0
+    assert any(shape.kind == "drafts" for shape in engine._runner._graphs._replays)
+    assert replays
 
 
 @pytest.mark.parametrize(
@@ -399,6 +420,30 @@ def test_the_longest_of_the_newest_matches_continues(tokens, cut) -> None:
     best = max(candidates, key=lambda end: (match(end), end))
     repeated = (tokens[best:] * 4)[:4]
     assert index.continuation(tokens, 4) == repeated
+
+
+def test_candidates_are_compared_as_slices() -> None:
+    """The device waits for look-ups. A text that repeats itself has as many candidates as are compared, all of them long."""
+
+    class Counting(list):
+        reads = 0
+
+        def __getitem__(self, place):
+            self.reads += 1
+            return super().__getitem__(place)
+
+    tokens = Counting([*range(20)] * 10)
+    index = NgramIndex()
+    index.extend(tokens)
+    tokens.reads = 0
+    assert index.continuation(tokens, 7) == [*range(7)]
+    assert tokens.reads < 5
+    other = Counting([1, 2, 3, 4, 0, 9, 2, 3, 4, 7, 1, 2, 3, 4])
+    index = NgramIndex()
+    index.extend(other)
+    other.reads = 0
+    assert index.continuation(other, 2) == [0, 9], "the longer match, which is not the newest"
+    assert other.reads < 12
 
 
 def test_a_long_prompt_is_indexed_over_several_steps(monkeypatch) -> None:
