@@ -88,8 +88,9 @@ def _widen_decays(module: Any) -> None:
 
     Raises UnsupportedModelError if the module's tables are not those of its rates.
     """
-    tables = dict(zip(("query_decay", "key_decay", "diagonal_decay"), module.decay_factors(module.slope_rate), strict=True))
-    for name, table in tables.items():
+    with module.slope_rate.device:  # the module's code makes its positions on the default device
+        factors = module.decay_factors(module.slope_rate)
+    for name, table in zip(("query_decay", "key_decay", "diagonal_decay"), factors, strict=True):
         rounded = getattr(module, name)
         if rounded.shape != table.shape or (rounded - table).abs().max() > 2 * torch.finfo(torch.bfloat16).eps:
             raise UnsupportedModelError(f"its {name} is not that of its slope_rate")
