@@ -10,9 +10,9 @@ those of `logprobs` ask for the five most likely tokens. `sampled` comes twice: 
 seen the plain requests of the warm-up, and as `sampled again`.
 
 Both servers keep prefixes and run at the same time on one GPU, each with as many tokens of keys and values, and one of them
-gets a load at a time. Ours is started alone before, with empty caches of compiled kernels; the seconds until it is ready are
-`start, cold`, and those of its second start, with the caches that it has filled, `start, warm`. The second start and vLLM's
-begin together. Each server gets the warm-up, then the loads take turns.
+gets a load at a time. They start one after the other. Ours starts twice: first with empty caches of compiled kernels, and the
+seconds until it is ready are `start, cold`; then with the caches that it has filled, `start, warm`. Each server gets the
+warm-up, then the loads take turns.
 
 Written for each load: tokens and requests a second, and the times to the first token and between events of a stream, p50 and
 p99, as `fa-serve bench` and vLLM's client count them. With n = 4, the events of all answers are in one stream. The lines are in
@@ -30,7 +30,7 @@ import re
 import sys
 import tempfile
 import time
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -191,7 +191,8 @@ def vllm(folder: str, options: argparse.Namespace) -> tuple[list[str], dict[str,
     command = [
         *(sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", folder, "--host", "127.0.0.1"),
         *("--served-model-name", "bench", "--disable-uvicorn-access-log", "--max-model-len", str(options.longest)),
-        *("--gpu-memory-utilization", "0.45", "--kv-cache-memory-bytes", size),
+        # ours is there already, so vLLM must not ask for most of the GPU; the second flag is what its cache gets
+        *("--gpu-memory-utilization", "0.3", "--kv-cache-memory-bytes", size),
         *options.peer_flag,
     ]
     return command, peer_environment(options.peer_path)
@@ -220,20 +221,15 @@ def start(drive: Drive, folder: Path, stack: ExitStack, end: float) -> dict[str,
     if options.peer_path:
         sides["vllm"] = vllm(str(model), options)
     urls: dict[str, str] = {}
-    with ThreadPoolExecutor() as threads:
-        begun = {
-            side: threads.submit(stack.enter_context, server(side, command, env, end, options))
-            for side, (command, env) in sides.items()
-        }
-        for side, begin in begun.items():
-            try:
-                urls[side], seconds = begin.result()
-            except RuntimeError as error:
-                say(f"{side}: {error}")
-                continue
-            say(f"{side}: ready after {seconds:.1f} s")
-            if options.starts or side != "fa_serve":
-                drive.note("start, warm" if side == "fa_serve" else "start, cold", side, seconds)
+    for side, (command, env) in sides.items():  # one after the other, so that a start has the machine to itself
+        try:
+            urls[side], seconds = stack.enter_context(server(side, command, env, end, options))
+        except RuntimeError as error:
+            say(f"{side}: {error}")
+            continue
+        say(f"{side}: ready after {seconds:.1f} s")
+        if options.starts or side != "fa_serve":
+            drive.note("start, warm" if side == "fa_serve" else "start, cold", side, seconds)
     return urls
 
 
