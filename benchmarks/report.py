@@ -321,7 +321,7 @@ def loads_table() -> str:
     return "\n".join(rows) + (
         f"\n\nMeasured at {', '.join(runs)} on one {_gpu(cold)}. With empty caches, ours was ready {cold['ours']:.1f} s after "
         f"its start, and vLLM {cold['peers']['vllm']:.1f} s. With the caches that it had filled, ours was ready after "
-        f"{warm['ours']:.1f} s, while vLLM started.\n"
+        f"{warm['ours']:.1f} s.\n"
     )
 
 

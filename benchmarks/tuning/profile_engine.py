@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from benchmarks.engine.engine_runs import gate
 from benchmarks.engine.engine_workloads import (
@@ -64,7 +64,7 @@ def decode(args: argparse.Namespace) -> None:
             if batch > (args.requests or BATCHES[-1]) or time.time() > end:
                 say(f"{shape}: batch {batch} is left out")
                 continue
-            wall = decode_step(engine, batch, timed)[0]
+            wall = decode_step(engine, batch, timed).wall
             floor = floor_bytes(engine, batch) / bandwidth * 1e3
             rows.append(f"| {name} | {batch} | {wall:.3f} | {floor:.3f} | {wall / floor:.2f} |")
             say(rows[-1])
@@ -126,6 +126,7 @@ def release() -> None:
 
 
 def profile_shape(shape: str, args: argparse.Namespace) -> None:
+    """Time all steps, then profile them: once CUDA's profiler has run, each launch of a graph takes longer."""
     from benchmarks.engine.synthetic_drafts import accepting, no_drafts
 
     gate(args, shape)
@@ -133,45 +134,69 @@ def profile_shape(shape: str, args: argparse.Namespace) -> None:
     end = time.time() + args.budget
     bandwidth = copy_bandwidth(args.device)
     say(f"{shape}: copies at {bandwidth / 1e12:.3g} TB/s")
-    with no_drafts(engine):
-        profile_steps(shape, "decode", engine, bandwidth, end, args)
+    kinds = {"decode": partial(no_drafts, engine)}
     if engine._scheduler.speculation.num_tokens:
-        with accepting(engine, 1):
-            profile_steps(shape, "verify", engine, bandwidth, end, args)
+        kinds["verify"] = partial(accepting, engine, 1)
+    timings = {}
+    for kind, drafting in kinds.items():
+        with drafting():
+            timings[kind] = time_steps(shape, kind, engine, bandwidth, end, args)
+    count = min(16, args.requests or 16)
+    of_prefill = prefill_step(engine, count, timed)
+    for kind, drafting in kinds.items():
+        with drafting():
+            profile_steps(kind, timings[kind], engine, end, args)
     if time.time() < end:
-        count = min(16, args.requests or 16)
-        step = prefill_step(engine, count)
+        step = prefill_step(engine, count, partial(observe, of_prefill))
         say(f"prefill, {count} x {PROMPT} tokens: {step}")
         say(step.table(args.top))
-        say(host_profile(partial(prefill_step, engine, count), 2 * args.top))
+        say(host_profile(partial(prefill_step, engine, count, timed), 2 * args.top))
     engine.close()
 
 
-def profile_steps(shape: str, kind: str, engine: Any, bandwidth: float, end: float, args: argparse.Namespace) -> None:
-    """Profile steps at each batch size.
+def time_steps(shape: str, kind: str, engine: Any, bandwidth: float, end: float, args: argparse.Namespace) -> dict[int, Timing]:
+    """Time steps at each batch size, and write them beside their floors. Returns what each batch size took.
 
     kind:      what results call the steps: "decode", or "verify" if sequences draft
     bandwidth: bytes per second of copies
     end:       the time after which no batch is begun
     """
-    from fa_serve.engine.speculation.drafts import draft_limit
-
+    timings = {}
     for batch in BATCHES:
         if batch > (args.requests or BATCHES[-1]) or time.time() > end:
             say(f"{kind} {batch}: left out")
             continue
-        drafts = draft_limit(engine._scheduler.speculation.num_tokens, batch) if kind == "verify" else 0
-        if kind == "verify" and not drafts:
+        if kind == "verify" and not num_drafts(engine, batch):
             say(f"{kind} {batch}: so many sequences draft nothing")
             continue
-        step = decode_step(engine, batch, observe)
+        timings[batch] = decode_step(engine, batch, timed)
+        wall = timings[batch].wall
         read = floor_bytes(engine, batch)
         floor = read / bandwidth * 1e3
         bytes_read = f"{read / 1e9:.2f} GB of weights and the KV cache take {floor:.3f} ms"
+        say(f"{kind}, batch {batch}: {wall:.3f} ms a step; {bytes_read}, ratio {wall / floor:.2f}")
+        record(f"{name_of(shape, args)} {kind} {batch}", wall, floor, args)
+    return timings
+
+
+def profile_steps(kind: str, timings: dict[int, Timing], engine: Any, end: float, args: argparse.Namespace) -> None:
+    """Profile the steps that have been timed. kind, end: as in `time_steps`"""
+    for batch, timing in timings.items():
+        if time.time() > end:
+            say(f"{kind} {batch}: not profiled")
+            continue
+        step = decode_step(engine, batch, partial(observe, timing))
+        drafts = num_drafts(engine, batch) if kind == "verify" else 0
         name = f"{kind}, batch {batch}" + (f" x {drafts} drafts" if drafts else "")
-        say(f"{name}, kv {LENGTH}: {step}; {bytes_read}, ratio {step.wall / floor:.2f}")
+        say(f"{name}, kv {LENGTH}: {step}")
         say(step.table(args.top))
-        record(f"{name_of(shape, args)} {kind} {batch}", step.wall, floor, args)
+
+
+def num_drafts(engine: Any, batch: int) -> int:
+    """Drafts of each of so many sequences in a step."""
+    from fa_serve.engine.speculation.drafts import draft_limit
+
+    return draft_limit(engine._scheduler.speculation.num_tokens, batch)
 
 
 def floor_bytes(engine: Any, batch: int) -> float:
@@ -205,6 +230,13 @@ def host_profile(call: Callable[[], object], top: int) -> str:
     profiler.runcall(call)
     pstats.Stats(profiler, stream=text).strip_dirs().sort_stats("tottime").print_stats(top)
     return "\n".join(row[:110] for row in text.getvalue().splitlines() if row.strip())
+
+
+class Timing(NamedTuple):
+    """Milliseconds of a step, and of each part of `parts_of_step`."""
+
+    wall: float
+    parts: dict[str, float]
 
 
 @dataclass
@@ -264,8 +296,8 @@ def decode_step(engine: Any, batch: int, look: Callable[[Callable[[], object], i
     return seen
 
 
-def prefill_step(engine: Any, count: int) -> Step:
-    """One step that computes prompts only, from requests to first tokens."""
+def prefill_step(engine: Any, count: int, look: Callable[[Callable[[], object], int], T]) -> T:
+    """What `look` says of steps that compute prompts only, from requests to first tokens. look: as in `decode_step`"""
     from fa_serve.engine import SamplingParams
 
     prompts = Workload([(PROMPT, 1)] * count).prompts("profile prefill", engine.vocab_size)
@@ -276,25 +308,26 @@ def prefill_step(engine: Any, count: int) -> Step:
 
     for _ in range(3):  # the second captures it
         step()
-    return observe(step, 5)
+    return look(step, 5)
 
 
-def timed(step: Callable[[], object], steps: int) -> tuple[float, dict[str, float]]:
-    """Milliseconds of a step, and of each part of `parts_of_step`."""
+def timed(step: Callable[[], object], steps: int) -> Timing:
+    """What each of so many steps takes, without a profiler."""
     with timing_parts() as spent:
         start = time.perf_counter()
         for _ in range(steps):
             step()
         wall = time.perf_counter() - start
-    return wall * 1e3 / steps, {name: seconds * 1e3 / steps for name, seconds in spent.items()}
+    return Timing(wall * 1e3 / steps, {name: seconds * 1e3 / steps for name, seconds in spent.items()})
 
 
-def observe(step: Callable[[], object], steps: int) -> Step:
-    """Time `steps` steps without the profiler, then profile as many."""
+def observe(timing: Timing, step: Callable[[], object], steps: int) -> Step:
+    """Profile so many steps. timing: what such a step took without the profiler"""
     import torch
 
-    wall, parts = timed(step, steps)
-    host = wall - parts.pop(WAITING)
+    wall = timing.wall
+    parts = {name: spent for name, spent in timing.parts.items() if name != WAITING}
+    host = wall - timing.parts[WAITING]
     on_gpu = torch.cuda.is_available()
     wait = torch.cuda.synchronize if on_gpu else lambda: None
     activity = torch.profiler.ProfilerActivity.CUDA if on_gpu else torch.profiler.ProfilerActivity.CPU

@@ -117,6 +117,8 @@ def test_a_profile_of_an_engine_that_speculates_shows_decoding_and_verifying(
     assert verified == {(3, 1)}, "each step verifies 3 drafts, of which one is accepted"
     assert "verify 3: so many sequences draft nothing" in said
     assert "verify 5: left out" in said
+    last_timed = said.index("verify, batch 1: ")
+    assert last_timed < said.index("decode, batch 1, kv 64: "), "a profiler that has run makes launches on a GPU slower"
 
 
 @whole_runs
