@@ -39,6 +39,22 @@ def wait_for_previous_kernel(PDL: tl.constexpr, NEXT_READS_AHEAD: tl.constexpr =
 
 
 @triton.jit
+def request_into_l2(places, BYTES: tl.constexpr):
+    """Request BYTES bytes, a multiple of 16, at each address into the L2 cache, and wait for nothing. Hopper and later only.
+
+    places: addresses as int64, multiples of 16. With as many of them as a program has threads, each thread requests one
+    """
+    tl.inline_asm_elementwise(
+        "{ cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0; }",
+        "=r,l,r",
+        [places, tl.full(places.shape, BYTES, tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
 def wait_if_needed(needed, PDL: tl.constexpr):
     """`wait_for_previous_kernel` for a program that reads what that kernel writes, and for the first program of a launch.
 

@@ -2,7 +2,8 @@
 
 One row cannot use tensor cores; its time is that of reading the weights. A program therefore multiplies a few rows of the
 weights over their whole length. On Hopper and later GPUs it requests the first weights before it waits for the kernel that
-computes its input (programmatic launch), which keeps the memory busy between the launches of a layer. The norm needs no
+computes its input (programmatic launch), which keeps the memory busy between the launches of a layer. Small weights are also
+requested into the L2 cache as a whole. The norm needs no
 separate pass: it multiplies the row by one factor, which the loop of the product computes as well. This module leaves out
 products of more than one token.
 """
@@ -13,11 +14,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fa_serve.backends.triton.primitives import wait_for_previous_kernel
+from fa_serve.backends.triton.primitives import request_into_l2, wait_for_previous_kernel
 from fa_serve.launching.launch import Launch, launch_options
 from fa_serve.ops.elementwise.activation import ACTIVATION_KINDS, activate
 from fa_serve.ops.products.problem import Details, Multiply, Product
-from fa_serve.ops.products.tiles import MatrixRowTile
+from fa_serve.ops.products.tiles import MatrixRowTile, columns_ahead
+
+_NUM_WARPS = 4
 
 
 @triton.jit
@@ -49,6 +52,15 @@ def first_weights(
     if GATED:
         w_up = _weights(w_ptr, N, rows, k, N, K)
     return w, w_up
+
+
+@triton.jit
+def request_weights(w_ptr, rows, begin, N: tl.constexpr, K: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Request COLUMNS columns from `begin` on, of BLOCK_N rows of the weights, into the L2 cache (`tiles.columns_ahead`)."""
+    PARTS: tl.constexpr = tl.extra.cuda.num_threads() // BLOCK_N
+    WIDTH: tl.constexpr = COLUMNS // PARTS
+    places = w_ptr + tl.minimum(rows, N - 1).to(tl.int64)[:, None] * K + (begin + tl.arange(0, PARTS) * WIDTH)[None, :]
+    request_into_l2(places.to(tl.int64), WIDTH * w_ptr.dtype.element_ty.primitive_bitwidth // 8)
 
 
 @triton.jit
@@ -104,14 +116,20 @@ def _linear_row(
     KIND: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    AHEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """A program computes BLOCK_N elements of the output.
 
     GATED: the weights have 2 * N rows; the first N give the gates, the others what the gates are multiplied with.
+    AHEAD: columns behind the first BLOCK_K ones that are requested into the L2 cache while the previous kernel runs
     """
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     w, w_up = first_weights(w_ptr, rows, N, K, GATED, BLOCK_N, BLOCK_K)
+    if AHEAD > 0:
+        request_weights(w_ptr, rows, BLOCK_K, N, K, AHEAD, BLOCK_N)
+        if GATED:
+            request_weights(w_ptr + N * K, rows, BLOCK_K, N, K, AHEAD, BLOCK_N)
     wait_for_previous_kernel(PDL)
     y, up, factor = multiply_row(x_ptr, w_ptr, norm_ptr, w, w_up, rows, eps, offset, N, K, GATED, BLOCK_N, BLOCK_K)
     y *= factor
@@ -131,12 +149,13 @@ def plan_row(product: Product, tile: MatrixRowTile, details: Details) -> Multipl
     n = product.outputs
     pdl = product.is_programmatic
     kind = ACTIVATION_KINDS[details.activation or "silu"]
+    ahead = columns_ahead(product, tile.block_k, 32 * _NUM_WARPS // tile.block_n)
     launch = Launch(
         _linear_row,
         triton.cdiv(n, tile.block_n),
         varying=(details.eps, details.offset, details.alpha),
-        fixed=(n, product.k, product.gated, kind, tile.block_n, tile.block_k, pdl),
-        options=launch_options(pdl, 4),
+        fixed=(n, product.k, product.gated, kind, tile.block_n, tile.block_k, ahead, pdl),
+        options=launch_options(pdl, _NUM_WARPS),
     )
 
     def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, norm_weight: Tensor | None, residual: Tensor | None) -> Tensor:

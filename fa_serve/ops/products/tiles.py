@@ -41,6 +41,28 @@ def matrix_row_tile(product: Product) -> MatrixRowTile:
     return narrow if product.k <= 1024 or narrow_fill > wide_fill + 0.05 else wide
 
 
+REQUESTED_BYTES = 8 << 20
+"""A weight of up to so many bytes is requested into the L2 cache while the previous kernel runs.
+
+On one H200 this took the step of one sequence from 0.788 to 0.758 ms at the shape of Qwen3-0.6B, whose weights with long rows
+have 4 and 6 MB. Requests for larger weights are in the way of loads: at the shape of Llama 3.1 8B, where they are limited to
+1,024 columns of each row, the step took 4.38 ms instead of 4.16.
+"""
+
+
+def columns_ahead(product: Product, begin: int, threads: int) -> int:
+    """How many columns from `begin` on are requested before a kernel waits for the previous one. 0 if none are.
+
+    threads: those that request columns of one row, the same number each, in units of 16 bytes
+    """
+    size = (product.matrix_dtype or product.dtype).itemsize
+    is_small = product.n * product.k * size <= REQUESTED_BYTES
+    if not product.is_programmatic or not is_small or not product.aligned or product.k * size % 16:
+        return 0
+    unit = 16 // size * threads
+    return max(product.k - begin, 0) // unit * unit
+
+
 class InvariantTile(NamedTuple):
     """block_m rows by block_n columns of the output; block_k elements of the sum at once, num_stages of them in flight.
 

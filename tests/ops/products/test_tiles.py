@@ -10,11 +10,13 @@ import torch
 from product_cases import dense
 
 from fa_serve.ops.products import tiles
+from fa_serve.ops.products.problem import Product
 from fa_serve.ops.products.table import select_kernel
 from fa_serve.ops.products.tiles import (
     ONE_TILE,
     InvariantWgmmaTile,
     choose_splits,
+    columns_ahead,
     hopper_invariant_tile,
     invariant_tile,
     matrix_row_tile,
@@ -93,3 +95,17 @@ def test_tiles_follow_the_number_of_rows_on_hopper_alone_and_where_they_are_swit
 )
 def test_sums_are_split_while_there_is_room(programs: int, room: int, k: int, columns: int, most: int, splits: int) -> None:
     assert choose_splits(programs, room, k, columns, most) == splits
+
+
+def test_columns_that_are_requested_ahead() -> None:
+    """Those of a small weight, in units of 16 bytes for each of the threads of a row, on GPUs with programmatic launches."""
+    small = Product(values="float", n=1024, k=3072, tokens=1, dtype=torch.bfloat16, matrix_dtype=torch.bfloat16, arch=90)
+    assert columns_ahead(small, 1024, 32) == 2048
+    assert columns_ahead(small, 1000, 32) == 2048, "2,072 columns are left, and a unit has 256"
+    assert columns_ahead(small, 3072, 32) == 0
+    assert columns_ahead(replace(small, n=1366), 1024, 32) == 0, "more than 8 MiB"
+    assert columns_ahead(replace(small, matrix_dtype=torch.float32), 1024, 32) == 0, "12 MiB"
+    assert columns_ahead(replace(small, n=512, matrix_dtype=torch.float32), 1024, 32) == 2048
+    assert columns_ahead(replace(small, arch=80), 1024, 32) == 0
+    assert columns_ahead(replace(small, aligned=False), 1024, 32) == 0
+    assert columns_ahead(replace(small, k=3076), 1024, 32) == 0, "rows begin at addresses that are not multiples of 16"
