@@ -25,9 +25,9 @@ from fa_serve.launching.launch import Launch, launch_options
 from fa_serve.launching.plans import PLANS
 from fa_serve.ops.products.problem import Details, Multiply, Product
 from fa_serve.ops.products.quantised.dequantise import plan_matrix
-from fa_serve.ops.products.row import request_weights, store_product
+from fa_serve.ops.products.row import store_product
 from fa_serve.ops.products.split_k import plan_sums
-from fa_serve.ops.products.tiles import InvariantTile, columns_ahead, segment_columns
+from fa_serve.ops.products.tiles import InvariantTile, segment_columns
 
 _SUM_BLOCK = 1024
 _GROUP_M = 8
@@ -96,17 +96,12 @@ def _invariant_linear(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    AHEAD: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """A program computes one tile of the output; with APART, one segment of it, and out is (SEGMENTS, M, N) float32.
 
-    AHEAD: columns of weights that are requested into the L2 cache while the previous kernel runs; only for one row of tiles
-
     Consecutive programs compute GROUP_M tiles of one column, then of the next one: they share weights and inputs in L2.
     """
-    if AHEAD > 0:
-        request_weights(w_ptr, tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), 0, N, K, AHEAD, BLOCK_N)
     wait_for_previous_kernel(PDL)
     tiles_m = tl.cdiv(M, BLOCK_M)
     in_group = GROUP_M * tl.cdiv(N, BLOCK_N)
@@ -156,8 +151,6 @@ def plan_invariant(product: Product, tile: InvariantTile, details: Details) -> M
     if product.values != "float":
         matrix_of = plan_matrix(product)
         strides = (*strides[:2], k, 1)
-    is_single = m <= tile.block_m and n % tile.block_n == 0 and strides[2:] == (k, 1) and not tile.apart
-    ahead = columns_ahead(product, 0, max(32 * tile.num_warps // tile.block_n, 1)) if is_single else 0
     launch = Launch(
         _invariant_linear,
         triton.cdiv(m, tile.block_m) * triton.cdiv(n, tile.block_n) * (tile.segments if tile.apart else 1),
@@ -175,7 +168,6 @@ def plan_invariant(product: Product, tile: InvariantTile, details: Details) -> M
             tile.block_m,
             tile.block_n,
             tile.block_k,
-            ahead,
             product.is_programmatic,
         ),
         options={**launch_options(product.is_programmatic, tile.num_warps), "num_stages": tile.num_stages},

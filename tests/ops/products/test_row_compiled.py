@@ -8,27 +8,19 @@ from cross_compile import compiling_for
 
 from fa_serve.ops.products.problem import Details, Product
 from fa_serve.ops.products.row import plan_row
-from fa_serve.ops.products.row_invariant import plan_invariant
-from fa_serve.ops.products.tiles import hopper_invariant_tile, matrix_row_tile
+from fa_serve.ops.products.tiles import matrix_row_tile
 
 REQUEST = "cp.async.bulk.prefetch.L2.global"
 WAIT = "griddepcontrol.wait"
 
 
-def product_of(n: int, k: int, **options: bool) -> Product:
-    matrix = torch.bfloat16
-    return Product(values="float", n=n, k=k, tokens=1, dtype=torch.bfloat16, matrix_dtype=matrix, arch=90, **options)
-
-
-def ptx(n: int, k: int, *, gated: bool = False, invariant: bool = False) -> str:
-    product = product_of(n, k, gated=gated, invariant=invariant)
+def ptx(n: int, k: int, *, gated: bool = False) -> str:
+    kind = torch.bfloat16
+    product = Product(values="float", n=n, k=k, tokens=1, dtype=kind, matrix_dtype=kind, gated=gated, arch=90)
     x = torch.zeros(1, k, dtype=torch.bfloat16)
     weight = torch.zeros(n, k, dtype=torch.bfloat16)
     with compiling_for("sm90") as kernels:
-        if invariant:
-            multiply = plan_invariant(product, hopper_invariant_tile(product), Details(strides=(k, 1, k, 1)))
-        else:
-            multiply = plan_row(product, matrix_row_tile(product), Details())
+        multiply = plan_row(product, matrix_row_tile(product), Details())
         multiply(x, weight, None, None, None)
     [kernel] = kernels
     assert kernel.spill_bytes == 0
@@ -41,14 +33,6 @@ def ptx(n: int, k: int, *, gated: bool = False, invariant: bool = False) -> str:
 def test_a_small_weight_is_requested_while_the_previous_kernel_runs(n: int, k: int, gated: bool, requests: int) -> None:
     text = ptx(n, k, gated=gated)
     before, wait, after = text.partition(WAIT)
-    assert wait
-    assert before.count(REQUEST) == requests
-    assert REQUEST not in after
-
-
-@pytest.mark.parametrize(("n", "k", "requests"), [(1024, 3072, 1), (4096, 4096, 0)])
-def test_so_it_is_where_rows_are_independent(n: int, k: int, requests: int) -> None:
-    before, wait, after = ptx(n, k, invariant=True).partition(WAIT)
     assert wait
     assert before.count(REQUEST) == requests
     assert REQUEST not in after
