@@ -20,7 +20,7 @@ padding on the left reach the first tokens, because the bias is added to zeros; 
 engine, which has no padding, what a sequence alone gives. So it is for RecurrentGemma, whose blocks read no mask, and for a
 MiniMax whose first layer has linear attention: its cache then counts no tokens, and `generate` masks no padding after the first
 step. A reason stands where something is refused or not built yet. Tests compare the models that are marked with `generate` in
-float32, with transformers 5.17 and with the newest release:
+float32, with transformers 5.17 and with the newest release, and those of `tests/gpu/test_hybrids_gpu.py` on an H200:
 """
 TYPES = (
     "bamba",
