@@ -2,10 +2,9 @@
 
 One row cannot use tensor cores; its time is that of reading the weights. A program therefore multiplies a few rows of the
 weights over their whole length. On Hopper and later GPUs it requests the first weights before it waits for the kernel that
-computes its input (programmatic launch), which keeps the memory busy between the launches of a layer. Small weights are also
-requested into the L2 cache as a whole. The norm needs no
-separate pass: it multiplies the row by one factor, which the loop of the product computes as well. This module leaves out
-products of more than one token.
+computes its input (programmatic launch), which keeps the memory busy between the launches of a layer. It requests the rest of
+small weights at the same time, into the L2 cache. The norm needs no separate pass: it multiplies the row by one factor, which
+the loop of the product computes as well. This module leaves out products of more than one token.
 """
 
 from __future__ import annotations

@@ -76,6 +76,18 @@ def test_decays_that_a_checkpoint_has_rounded() -> None:
     assert isinstance(module.forward, PatchedMixer)
 
 
+def test_decays_are_computed_where_the_model_is() -> None:
+    """MiniMax makes positions on the default device, which is not a GPU's where the model is on one."""
+    model = BY_NAME["minimax"].build().bfloat16().float()
+    model.set_attn_implementation("fa_serve")
+    [module] = find_state_modules(model)
+    with torch.device("meta"):
+        written_recurrences._widen_decays(module)
+    exact = module.decay_factors(module.slope_rate)
+    for name, table in zip(("query_decay", "key_decay", "diagonal_decay"), exact, strict=True):
+        assert torch.equal(getattr(module, name), table)
+
+
 def test_gates_that_are_others_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     own: Any = written_recurrences._gated_inputs
     monkeypatch.setattr(written_recurrences, "_gated_inputs", lambda *args: own(*args[:2], ~args[2]))

@@ -1,4 +1,4 @@
-"""The product of one token on Hopper: what is requested before the kernel waits for the one before it."""
+"""The product of one token: what is requested before the kernel waits for the one before it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ REQUEST = "cp.async.bulk.prefetch.L2.global"
 WAIT = "griddepcontrol.wait"
 
 
-def ptx(n: int, k: int, *, gated: bool = False) -> str:
+def ptx(n: int, k: int, *, gated: bool = False, target: str = "sm90") -> str:
     kind = torch.bfloat16
-    product = Product(values="float", n=n, k=k, tokens=1, dtype=kind, matrix_dtype=kind, gated=gated, arch=90)
+    arch = int(target.removeprefix("sm"))
+    product = Product(values="float", n=n, k=k, tokens=1, dtype=kind, matrix_dtype=kind, gated=gated, arch=arch)
     x = torch.zeros(1, k, dtype=torch.bfloat16)
     weight = torch.zeros(n, k, dtype=torch.bfloat16)
-    with compiling_for("sm90") as kernels:
+    with compiling_for(target) as kernels:
         multiply = plan_row(product, matrix_row_tile(product), Details())
         multiply(x, weight, None, None, None)
     [kernel] = kernels
@@ -36,3 +37,8 @@ def test_a_small_weight_is_requested_while_the_previous_kernel_runs(n: int, k: i
     assert wait
     assert before.count(REQUEST) == requests
     assert REQUEST not in after
+
+
+@pytest.mark.parametrize(("target", "requests"), [("sm80", 0), ("sm100", 1), ("sm120", 1)])
+def test_where_launches_are_programmatic_small_weights_are_requested(target: str, requests: int) -> None:
+    assert ptx(1024, 3072, target=target).count(REQUEST) == requests
