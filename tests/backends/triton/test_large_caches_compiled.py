@@ -23,6 +23,7 @@ from fa_serve.backends.triton.block_sparse.plan import plan_block_sparse
 from fa_serve.backends.triton.decode.plan import plan_decode
 from fa_serve.backends.triton.latent.plan import plan_latent
 from fa_serve.backends.triton.prefill.plan import plan_forward
+from fa_serve.backends.triton.tree.plan import plan_tree
 from fa_serve.testing import run_plan
 
 HEADS = 8
@@ -34,6 +35,7 @@ MAKERS: dict[str, Any] = {
     "forward": plan_forward,
     "latent": partial(plan_latent, decodes=True),
     "block-sparse": plan_block_sparse,
+    "tree": plan_tree,
 }
 
 

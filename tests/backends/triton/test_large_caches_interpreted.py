@@ -20,6 +20,7 @@ from fa_serve.backends.reference import attention_reference
 from fa_serve.backends.triton.decode.plan import plan_decode
 from fa_serve.backends.triton.latent.plan import plan_latent
 from fa_serve.backends.triton.prefill.plan import plan_forward
+from fa_serve.backends.triton.tree.plan import plan_tree
 from fa_serve.testing import make_qkv, run_plan
 
 HEADS = 8
@@ -62,7 +63,7 @@ def check(actual: Tensor, exact: Tensor) -> None:
 
 @pytest.mark.every_case
 @pytest.mark.parametrize("queries", [1, 20])
-@pytest.mark.parametrize("make", [plan_decode, plan_forward], ids=["decode", "forward"])
+@pytest.mark.parametrize("make", [plan_decode, plan_forward, plan_tree], ids=["decode", "forward", "tree"])
 @pytest.mark.parametrize("cache", CACHES, ids=str)
 def test_plain_calls(cache: LargeCache, make: Any, queries: int, folder: Path) -> None:
     tensors, options, exact = call(cache, folder, queries)

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from fa_serve.backends.triton.float8_conversions import fit_float16, widen
+from fa_serve.backends.triton.key_pages import key_offsets, read_pages
 from fa_serve.backends.triton.primitives import (
     LOG2E,
     clear_rows_past_end,
@@ -35,6 +36,7 @@ class TreeVariant:
     block_m:     packed rows per tile; a row is one query of one query head
     block_n:     keys per block; group: keys per group, a multiple of block_n
     page_size:   tokens per page
+    same_strides, aligned, wide: of K and V, as in `decode.kernel.DecodeVariant`
     has_left:    there is a limit to the left, a window or, if `chunked`, a chunk
     batch_block: width of the prefix sum that finds a program's tile; 0 if all sequences have the same number of tiles
     apart:       each program computes only one group of keys, and `fold_groups` folds the groups
@@ -51,6 +53,9 @@ class TreeVariant:
     block_n: int
     group: int
     page_size: int
+    same_strides: bool
+    aligned: bool
+    wide: bool
     has_left: bool
     has_right: bool
     has_softcap: bool
@@ -60,6 +65,11 @@ class TreeVariant:
     precision: str
     ptx: bool
     pdl: bool
+
+    @property
+    def split(self) -> TreeVariant:
+        """The fields that `key_pages` reads: it looks for them where the variants of the kernels with splits have them."""
+        return self
 
 
 @triton.jit
@@ -71,11 +81,8 @@ def _fold(state, group_max, group_sum, group_out):
 
 
 @triton.jit
-def _load_keys(tensor, cols, owned, offs_d, table_ptr, DIM: tl.constexpr, dtype: tl.constexpr, var: tl.constexpr):
-    """[BLOCK_N, BLOCK_D] keys or values at positions `cols`; keys that are not owned are not read, and are 0."""
-    ptr, stride_page, stride_token = tensor
-    page = tl.load(table_ptr + cols // var.page_size, mask=owned, other=0).to(tl.int64)
-    rows = page * stride_page + (cols % var.page_size).to(tl.int64) * stride_token
+def _load_keys(ptr, rows, owned, offs_d, DIM: tl.constexpr, dtype: tl.constexpr, var: tl.constexpr):
+    """[BLOCK_N, BLOCK_D] keys or values at the offsets `rows`; keys that are not owned are not read, and are 0."""
     keep = owned[:, None] & (offs_d < DIM)[None, :]
     return widen(tl.load(ptr + rows[:, None] + offs_d[None, :], mask=keep, other=0.0), dtype, var.ptx)
 
@@ -98,11 +105,24 @@ def _compute_group(
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    for n in tl.range(begin, end, var.block_n):
-        cols = n + tl.arange(0, var.block_n)
+    k_ptr, stride_kp, stride_kt = k_tensor
+    v_ptr, stride_vp, stride_vt = v_tensor
+    offs_n = tl.arange(0, var.block_n)
+    first_block = begin // var.block_n
+    next_page = read_pages(table_ptr, first_block, offs_n, first_key, kv_len, var)
+    for block in tl.range(first_block, (end + var.block_n - 1) // var.block_n):
+        n = block * var.block_n
+        cols = n + offs_n
         # a page before the window may belong to another sequence by now, and 0 * NaN is NaN
         owned = (cols < kv_len) & (cols >= first_key)
-        k = _load_keys(k_tensor, cols, owned, offs_d, table_ptr, var.dim, q.dtype, var)
+        # The page number is loaded one iteration before it is needed, so that K and V have all stages for themselves.
+        page = next_page
+        next_page = read_pages(table_ptr, block + 1, offs_n, first_key, kv_len, var)
+        k_rows = key_offsets(page, block, offs_n, stride_kp, stride_kt, var)
+        v_rows = k_rows
+        if not var.same_strides:
+            v_rows = key_offsets(page, block, offs_n, stride_vp, stride_vt, var)
+        k = _load_keys(k_ptr, k_rows, owned, offs_d, var.dim, q.dtype, var)
         s = tl.dot(q, k.T, input_precision=var.precision)
         if row_scale is not None:
             s *= row_scale[:, None]
@@ -123,7 +143,7 @@ def _compute_group(
             )
             s = tl.where(keep, s, float("-inf"))
         p, row_max, row_sum, alpha = group_softmax(s, factor, row_max, row_sum)
-        v = _load_keys(v_tensor, cols, owned, offs_v, table_ptr, var.dim_v, q.dtype, var)
+        v = _load_keys(v_ptr, v_rows, owned, offs_v, var.dim_v, q.dtype, var)
         acc = tl.dot(p.to(q.dtype), v, acc * alpha[:, None], input_precision=var.precision)
     return row_max, row_sum, acc
 

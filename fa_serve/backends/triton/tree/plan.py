@@ -27,6 +27,7 @@ from torch import Tensor
 from fa_serve import spec
 from fa_serve.backends import GROUP_KEYS, TREE_KEYS
 from fa_serve.backends.calls import AttentionOptions, AttentionTensors
+from fa_serve.backends.triton.key_pages import has_wide_rows
 from fa_serve.backends.triton.primitives import LOG2E
 from fa_serve.backends.triton.tiles import batch_block, padded_dim
 from fa_serve.backends.triton.tree.kernel import TreeVariant, attn_tree, fold_groups
@@ -74,7 +75,7 @@ def plan_tree(
         few = tiles * heads < 2 * multiprocessors(q.device, 8)
         apart = few and most_groups > 1 and buffer_size <= _MOST_BUFFER
     searches = tiles < batch * tiles_per_seq
-    variant = _variant(tensors, options, dim_v, block_m, batch_block(batch) if searches else 0, apart)
+    variant = _variant(tensors, options, k, v, block_m, batch_block(batch) if searches else 0, apart)
     out = tensors.out
     takes_out = out is not None and out.stride(2) == 1
     out_strides = out.stride()[:2] if out is not None and takes_out else (num_heads * dim_v, dim_v)
@@ -133,19 +134,23 @@ def _choose_rows(arch: int, width: int, itemsize: int, rows: int) -> int:
 
 def _num_stages(arch: int, width: int) -> int:
     """Blocks of K and V in flight. Their number changes no sum."""
+    has_much_memory = arch in (80, 90, 100)
     if width <= 128:
-        return 3
-    return 2 if arch in (80, 90, 100) and width <= 256 else 1
+        return 3 if has_much_memory else 2
+    return 2 if has_much_memory and width <= 256 else 1
 
 
 def _variant(
-    tensors: AttentionTensors, options: AttentionOptions, dim_v: int, block_m: int, batch_block: int, apart: bool
+    tensors: AttentionTensors, options: AttentionOptions, k: Tensor, v: Tensor, block_m: int, batch_block: int, apart: bool
 ) -> TreeVariant:
     """What the kernels are compiled for. Blocks, groups and warps depend only on head sizes and dtypes."""
     q = tensors.q
     dim = q.shape[2]
+    dim_v = v.shape[3]
     arch = spec.arch_of(q.device)
     width = max(padded_dim(dim), padded_dim(dim_v))
+    k_strides = k.stride()[:3]
+    v_strides = v.stride()[:3]
     return TreeVariant(
         groups=q.shape[1] // tensors.k.shape[2],
         dim=dim,
@@ -156,6 +161,9 @@ def _variant(
         block_n=TREE_KEYS if width <= 256 and q.element_size() == 2 else TREE_KEYS // 2,
         group=GROUP_KEYS,
         page_size=tensors.k.shape[1],
+        same_strides=k_strides == v_strides,
+        aligned=all(stride % 16 == 0 for stride in (*k_strides[:2], *v_strides[:2])),
+        wide=has_wide_rows(k, v, paged=True),
         has_left=options.left >= 0,
         has_right=options.window_size[1] >= 0,
         has_softcap=options.softcap != 0.0,
