@@ -84,3 +84,17 @@ def steady_seconds(
     if not times:
         raise RuntimeError("each timed call has compiled a kernel or captured a graph: nothing was measured")
     return statistics.median(times)
+
+
+def first_clean_seconds(call: Callable[[], object], num_late: Callable[[], int] = late_work) -> float:
+    """The time of the first call in which nothing is compiled, for calls that are too long for a warm-up of whole calls.
+
+    The caller warms up by a shorter call. Raises RuntimeError as `steady_seconds` does.
+    """
+    num_late()  # from here on it is counted
+    for _ in range(MAX_WARM_UPS):
+        count = num_late()
+        seconds = one_call(call)
+        if num_late() == count:
+            return seconds
+    raise RuntimeError("each timed call has compiled a kernel or captured a graph: nothing was measured")

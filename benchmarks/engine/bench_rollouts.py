@@ -9,7 +9,8 @@
 rollouts:  answers a second: groups of 16 answers to prompts of 512 tokens, as many and as long as WORKLOADS says: 256 answers
            of 1,024 tokens for 0.6B, and of 512 tokens for 8B, so that each shape takes 150 seconds of a GPU. With --peer-path,
            vLLM generates as many, with their log-probabilities, in another process. With --prompts, that is all of this part,
-           and the line names the number: 64 prompts are GRPO's usual 1,024 answers
+           and the line names the number: 64 prompts are GRPO's usual 1,024 answers. Then a short call warms up, and the first
+           whole call in which nothing is compiled counts, of ours and of vLLM
 generate_batch: the same by `generate_batch` of transformers with sdpa, in another process, as one more peer of the line of
            `rollouts`; stopped after --peer-seconds (rollout_peers.py)
 update:    milliseconds of `RolloutEngine.update` after a step in place, once, with the pages of all these calls in the prefix
@@ -43,9 +44,9 @@ import torch
 import fa_serve
 from benchmarks.engine.bench_engine import names
 from benchmarks.engine.engine_workloads import SHAPES, make_model, make_tiny, say
-from benchmarks.engine.rollout_peers import Workload, measure_generate_batch, measure_vllm, workload
+from benchmarks.engine.rollout_peers import WARM_UP_TOKENS, Workload, measure_generate_batch, measure_vllm, workload
 from benchmarks.measure import Results
-from benchmarks.steady import late_work, one_call, steady_seconds
+from benchmarks.steady import first_clean_seconds, late_work, one_call, steady_seconds
 from fa_serve.engine import RolloutEngine, SamplingParams
 
 EXACT_BATCHES = (1, 8)
@@ -95,14 +96,18 @@ def measure_engine(
     engine = RolloutEngine(model, max_model_len=work.length + work.new, **size)
     draw = random.Random(0)
     vocab = model.config.vocab_size
-    params = SamplingParams(max_tokens=work.new, seed=0, ignore_eos=True)
 
-    def roll_out() -> None:
+    def roll_out(tokens: int = work.new) -> None:
         """With other prompts in each call, so that nothing is found in the prefix cache, which fills up."""
+        params = SamplingParams(max_tokens=tokens, seed=0, ignore_eos=True)
         engine.generate(work.draw_prompts(draw, vocab), work.samples, params)
 
     engine.update()
-    seconds = steady_seconds(roll_out, lambda: late_work(engine), budget=SECONDS)
+    if prompts is None:
+        seconds = steady_seconds(roll_out, lambda: late_work(engine), budget=SECONDS)
+    else:
+        roll_out(min(WARM_UP_TOKENS, work.new))
+        seconds = first_clean_seconds(roll_out, lambda: late_work(engine))
     rate = work.prompts * work.samples / seconds
     results.show(rollouts_case(shape, prompts), "answers/s", rate, beside("rollouts"))
     if prompts is None:
@@ -294,7 +299,9 @@ def measure(results: Results, shape: str, options: argparse.Namespace) -> bool:
     peers: dict[str, float] = {}
     if options.peer_path and "rollouts" in options.parts:
         work = workload(shape, tiny=options.tiny, prompts=options.prompts)
-        peers = measure_vllm(shape, work, device=options.device, path=options.peer_path, out=options.out)
+        peers = measure_vllm(
+            shape, work, device=options.device, path=options.peer_path, out=options.out, once=options.prompts is not None
+        )
     model = make_model(shape, options.device, dtype=torch.float32 if options.tiny else torch.bfloat16)
     model.set_attn_implementation("fa_serve")
     right = True

@@ -4,10 +4,11 @@
     rates = measure_vllm("qwen06", work, device="cuda", path=DIR, out=folder)
     rates |= measure_generate_batch("qwen06", work, device="cuda", tiny=False, seconds=60.0, out=folder)
 
-vLLM answers each workload three times, and the faster of the last two counts. `generate_batch` of transformers would need
-minutes for each, so it is stopped after some seconds: its rate is that of the tokens it has by then. Compared with a whole run,
-its contexts are shorter, which favours it, and prompts have a larger share of the time, which does not. What fails is said and
-left out.
+vLLM answers each workload three times, and the faster of the last two counts. A workload of many prompts (`--prompts`) takes
+too long for that: vLLM first answers it with WARM_UP_TOKENS tokens, and then once as a whole. `generate_batch` of transformers
+would need minutes for each, so it is stopped after some seconds: its rate is that of the tokens it has by then. Compared with a
+whole run, its contexts are shorter, which favours it, and prompts have a larger share of the time, which does not. What fails
+is said and left out.
 """
 
 from __future__ import annotations
@@ -31,6 +32,10 @@ from benchmarks.engine.engine_workloads import SHAPES, make_folder, make_model, 
 
 PREPARATION = 240.0
 """Seconds in which generate_batch must have its model, its cache and its graphs."""
+
+
+WARM_UP_TOKENS = 64
+"""Tokens of each answer in the call that warms up a workload of many prompts, of ours and of vLLM."""
 
 
 class Workload(NamedTuple):
@@ -62,11 +67,11 @@ given = json.load(open(sys.argv[1]))
 llm = LLM(
     given["model"], skip_tokenizer_init=True, dtype="bfloat16", max_model_len=given["longest"], gpu_memory_utilization=0.6
 )
-params = SamplingParams(
-    n=given["samples"], max_tokens=given["new"], temperature=1.0, logprobs=0, ignore_eos=True, detokenize=False
-)
 seconds = []
-for asked in given["prompts"]:
+for asked, tokens in zip(given["prompts"], given["tokens"]):
+    params = SamplingParams(
+        n=given["samples"], max_tokens=tokens, temperature=1.0, logprobs=0, ignore_eos=True, detokenize=False
+    )
     begin = time.perf_counter()
     llm.generate([{"prompt_token_ids": each} for each in asked], params, use_tqdm=False)
     seconds.append(time.perf_counter() - begin)
@@ -78,8 +83,12 @@ print("@ " + json.dumps(["update", time.perf_counter() - begin]), flush=True)
 """
 
 
-def measure_vllm(shape: str, work: Workload, *, device: str, path: str, out: Path) -> dict[str, float]:
-    """The rate and the milliseconds of an update of vLLM, by case. path: folder of packages that has it"""
+def measure_vllm(shape: str, work: Workload, *, device: str, path: str, out: Path, once: bool = False) -> dict[str, float]:
+    """The rate and the milliseconds of an update of vLLM, by case.
+
+    path: folder of packages that has it; once: the whole workload is answered once, after a short warm-up
+    """
+    tokens = [WARM_UP_TOKENS, work.new] if once else [work.new] * 3
     draw = random.Random(1)
     vocab = SHAPES[shape]["vocab_size"]
     with tempfile.TemporaryDirectory(prefix="bench_rollouts_") as folder:
@@ -88,8 +97,8 @@ def measure_vllm(shape: str, work: Workload, *, device: str, path: str, out: Pat
             "model": folder,
             "longest": work.length + work.new,
             "samples": work.samples,
-            "new": work.new,
-            "prompts": [work.draw_prompts(draw, vocab) for _ in range(3)],
+            "tokens": tokens,
+            "prompts": [work.draw_prompts(draw, vocab) for _ in tokens],
         }
         env = os.environ | {"HF_HUB_OFFLINE": "1"} | peer_environment(path)
         given_file = Path(folder) / "given.json"
@@ -100,6 +109,7 @@ def measure_vllm(shape: str, work: Workload, *, device: str, path: str, out: Pat
     if len(seconds) < 2:
         say(f"vLLM has not done all:\n{log.report()}")
     rates = {"rollouts": work.prompts * work.samples / seconds["rollouts"]} if "rollouts" in seconds else {}
+    say(f"{shape}: vLLM's seconds: {seconds}")
     return rates | ({"update": 1e3 * seconds["update"]} if "update" in seconds else {})
 
 

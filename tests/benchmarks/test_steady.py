@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from benchmarks import steady
-from benchmarks.steady import steady_seconds
+from benchmarks.steady import first_clean_seconds, steady_seconds
 
 
 def scripted(*seconds: float) -> tuple[Callable[[Callable[[], object]], float], list[float]]:
@@ -58,9 +58,24 @@ def test_what_always_compiles_is_not_timed() -> None:
 
     with pytest.raises(RuntimeError, match="compiled a kernel"):
         steady_seconds(call, lambda: late)
+    with pytest.raises(RuntimeError, match="compiled a kernel"):
+        first_clean_seconds(call, lambda: late)
 
 
 def test_a_budget_leaves_one_timed_call() -> None:
     measure, said = scripted(1)
     assert steady_seconds(lambda: None, lambda: 0, budget=0, measure=measure) == 1
     assert len(said) == 3
+
+
+def test_the_first_call_without_compilation_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    measure, said = scripted(9, 5, 2, 1)
+    monkeypatch.setattr(steady, "one_call", measure)
+    late = 0
+
+    def call() -> None:
+        nonlocal late
+        late += len(said) < 2
+
+    assert first_clean_seconds(call, lambda: late) == 2
+    assert said == [9, 5, 2]
