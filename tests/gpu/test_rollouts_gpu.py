@@ -12,13 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import fa_serve
 from benchmarks.tuning.tune_invariant import call_of, tiles_for, unequal_rows
-from fa_serve import ops
 from fa_serve.engine import RolloutEngine, SamplingParams
-from fa_serve.launching.plans import PLANS
-from fa_serve.ops.deterministic import DeterministicMode
-from fa_serve.ops.products import tiles
-from fa_serve.ops.products.run import problem_of
-from fa_serve.ops.products.table import select_kernel
 from fa_serve.ops.products.tiles import HOPPER_TILES
 
 GPU = {"device": "cuda", "page_size": 16, "num_pages": 256, "max_model_len": 256}
@@ -103,51 +97,3 @@ def test_another_number_of_segments_changes_bits() -> None:
     weight = torch.randn(4096, 4096, dtype=torch.bfloat16, device="cuda")
     tiles = [HOPPER_TILES[-1]._replace(segments=segments) for segments in (1, 4)]
     assert unequal_rows(x, weight, tiles) != []
-
-
-FUSED = {
-    "qkv": (4096, 1024, {"norm": True}),
-    "qkv with a bias": (6144, 4096, {"norm": True, "bias": True}),
-    "output": (4096, 4096, {"residual": True}),
-    "gate": (6144, 1024, {"norm": True, "gate": True}),
-    "gate of 8B": (28672, 4096, {"norm": True, "gate": True}),
-    "gate without a norm": (2048, 2560, {"gate": True, "bias": True}),
-    "down": (4096, 14336, {"residual": True}),
-    "odd": (1000, 5120, {"norm": True}),
-}
-"""n, k and the parts of calls of `fa_serve.ops.linear`."""
-
-
-@pytest.mark.skipif(torch.cuda.get_device_capability()[0] != 9, reason="the kernel for few rows is Hopper's")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", FUSED)
-def test_few_rows_in_one_launch_have_the_bits_of_separate_launches(
-    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As `tiles.FUSES_FEW_ROWS` promises: alone, with others, and among many rows, for which norm and gate are launches."""
-    torch.manual_seed(0)
-    n, k, parts = FUSED[name]
-    make = lambda *shape: torch.randn(*shape, dtype=dtype, device="cuda")  # noqa: E731
-    x = 3 * make(300, k)
-    weight = make(n, k) / k**0.5
-    bias = make(n) if "bias" in parts else None
-    norm = ops.Norm(1 + make(k) / 4, 1e-6, 0.0) if "norm" in parts else None
-    activation = "silu" if "gate" in parts else None
-    residual = make(300, n) if "residual" in parts else None
-
-    def compute(rows: slice) -> torch.Tensor:
-        kept = None if residual is None else residual[rows].clone()
-        with DeterministicMode():
-            return ops.linear(x[rows].clone(), weight, bias, norm=norm, activation=activation, residual=kept)
-
-    assert (
-        select_kernel(problem_of(x[:1], weight, gated=activation is not None, invariant=True)).kernel.name == "invariant_rows"
-    )
-    many = compute(slice(0, 300))
-    assert torch.equal(compute(slice(0, 64)), many[:64])
-    for rows in (slice(0, 1), slice(7, 8), slice(3, 5), slice(0, 5), slice(64, 72)):
-        assert torch.equal(compute(rows), many[rows]), rows
-    monkeypatch.setattr(tiles, "FUSES_FEW_ROWS", False)
-    PLANS.clear()
-    assert torch.equal(compute(slice(0, 5)), many[:5]), "separate launches"
-    PLANS.clear()
