@@ -165,7 +165,7 @@ class Settings(BaseSettings):
         7, "Maximum number of tokens to guess for a sequence in one step.", "Engine", ge=1, le=15
     )
     deterministic: bool = _option(
-        False, "Generate the same tokens in any batch. Costs 3 to 8% in prompts and up to 38% in decoding.", "Engine"
+        False, "Generate the same tokens in any batch. Costs up to 6% in prompts and up to 38% in decoding.", "Engine"
     )
     process: bool | None = _option(None, "Run the engine in a separate process; by default on a GPU only.", "Engine")
     max_restarts: int = _option(
