@@ -50,6 +50,15 @@ def late_work(engine: Prepares | None = None) -> int:
     return sum(num_compilations()) + (0 if engine is None else engine.preparations()[1])
 
 
+def _call_until_two_agree(call: Callable[[], object], measure: Callable[[Callable[[], object]], float]) -> None:
+    before = measure(call)
+    for _ in range(MAX_WARM_UPS - 1):
+        last = measure(call)
+        if max(before, last) <= (1 + AGREEMENT) * min(before, last):
+            break
+        before = last
+
+
 def steady_seconds(
     call: Callable[[], object],
     num_late: Callable[[], int] = late_work,
@@ -57,22 +66,23 @@ def steady_seconds(
     calls: int = 3,
     budget: float = float("inf"),
     measure: Callable[[Callable[[], object]], float] = one_call,
+    warm_up: Callable[[], object] | None = None,
 ) -> float:
     """The median of several timed calls, after a warm-up until two calls in a row agree, of MAX_WARM_UPS calls at most.
 
     num_late: counts what must not fall into a timed call
     budget:   seconds after which, the warm-up included, no further timed call begins but the first one
 
+    warm_up:  the whole warm-up, made once, where the timed call is too long to be made until two agree
+
     Raises RuntimeError if every timed call compiles something.
     """
     num_late()  # from here on it is counted
     begin = time.monotonic()
-    before = measure(call)
-    for _ in range(MAX_WARM_UPS - 1):
-        last = measure(call)
-        if max(before, last) <= (1 + AGREEMENT) * min(before, last):
-            break
-        before = last
+    if warm_up is None:
+        _call_until_two_agree(call, measure)
+    else:
+        warm_up()
     times: list[float] = []
     for _ in range(calls + MAX_WARM_UPS):
         if len(times) == calls or (times and time.monotonic() - begin > budget):
@@ -84,17 +94,3 @@ def steady_seconds(
     if not times:
         raise RuntimeError("each timed call has compiled a kernel or captured a graph: nothing was measured")
     return statistics.median(times)
-
-
-def first_clean_seconds(call: Callable[[], object], num_late: Callable[[], int] = late_work) -> float:
-    """The time of the first call in which nothing is compiled, for calls that are too long for a warm-up of whole calls.
-
-    The caller warms up by a shorter call. Raises RuntimeError as `steady_seconds` does.
-    """
-    num_late()  # from here on it is counted
-    for _ in range(MAX_WARM_UPS):
-        count = num_late()
-        seconds = one_call(call)
-        if num_late() == count:
-            return seconds
-    raise RuntimeError("each timed call has compiled a kernel or captured a graph: nothing was measured")

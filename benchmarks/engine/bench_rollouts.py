@@ -44,9 +44,9 @@ import torch
 import fa_serve
 from benchmarks.engine.bench_engine import names
 from benchmarks.engine.engine_workloads import SHAPES, make_model, make_tiny, say
-from benchmarks.engine.rollout_peers import WARM_UP_TOKENS, Workload, measure_generate_batch, measure_vllm, workload
+from benchmarks.engine.rollout_peers import Workload, measure_generate_batch, measure_vllm, workload
 from benchmarks.measure import Results
-from benchmarks.steady import first_clean_seconds, late_work, one_call, steady_seconds
+from benchmarks.steady import late_work, one_call, steady_seconds
 from fa_serve.engine import RolloutEngine, SamplingParams
 
 EXACT_BATCHES = (1, 8)
@@ -103,11 +103,9 @@ def measure_engine(
         engine.generate(work.draw_prompts(draw, vocab), work.samples, params)
 
     engine.update()
-    if prompts is None:
-        seconds = steady_seconds(roll_out, lambda: late_work(engine), budget=SECONDS)
-    else:
-        roll_out(min(WARM_UP_TOKENS, work.new))
-        seconds = first_clean_seconds(roll_out, lambda: late_work(engine))
+    # a call of many prompts is too long to be made until two agree
+    one: dict[str, Any] = {} if prompts is None else {"calls": 1, "warm_up": partial(roll_out, work.warm_up_tokens)}
+    seconds = steady_seconds(roll_out, lambda: late_work(engine), budget=SECONDS, **one)
     rate = work.prompts * work.samples / seconds
     results.show(rollouts_case(shape, prompts), "answers/s", rate, beside("rollouts"))
     if prompts is None:

@@ -5,10 +5,10 @@
     rates |= measure_generate_batch("qwen06", work, device="cuda", tiny=False, seconds=60.0, out=folder)
 
 vLLM answers each workload three times, and the faster of the last two counts. A workload of many prompts (`--prompts`) takes
-too long for that: vLLM first answers it with WARM_UP_TOKENS tokens, and then once as a whole. `generate_batch` of transformers
-would need minutes for each, so it is stopped after some seconds: its rate is that of the tokens it has by then. Compared with a
-whole run, its contexts are shorter, which favours it, and prompts have a larger share of the time, which does not. What fails
-is said and left out.
+too long for that: vLLM first answers it with few tokens (`warm_up_tokens`), and then once as a whole. `generate_batch` of
+transformers would need minutes for each, so it is stopped after some seconds: its rate is that of the tokens it has by then.
+Compared with a whole run, its contexts are shorter, which favours it, and prompts have a larger share of the time, which does
+not. What fails is said and left out.
 """
 
 from __future__ import annotations
@@ -32,10 +32,8 @@ from benchmarks.engine.engine_workloads import SHAPES, make_folder, make_model, 
 
 PREPARATION = 240.0
 """Seconds in which generate_batch must have its model, its cache and its graphs."""
-
-
 WARM_UP_TOKENS = 64
-"""Tokens of each answer in the call that warms up a workload of many prompts, of ours and of vLLM."""
+"""The most tokens of an answer in the call that warms up a workload of many prompts, of ours and of vLLM."""
 
 
 class Workload(NamedTuple):
@@ -46,6 +44,10 @@ class Workload(NamedTuple):
     length: int = 512
     new: int = 1024
     trained: int = 1024
+
+    @property
+    def warm_up_tokens(self) -> int:
+        return min(WARM_UP_TOKENS, self.new)
 
     def draw_prompts(self, draw: random.Random, vocab: int) -> list[list[int]]:
         return [[draw.randrange(vocab) for _ in range(self.length)] for _ in range(self.prompts)]
@@ -88,7 +90,7 @@ def measure_vllm(shape: str, work: Workload, *, device: str, path: str, out: Pat
 
     path: folder of packages that has it; once: the whole workload is answered once, after a short warm-up
     """
-    tokens = [WARM_UP_TOKENS, work.new] if once else [work.new] * 3
+    tokens = [work.warm_up_tokens, work.new] if once else [work.new] * 3
     draw = random.Random(1)
     vocab = SHAPES[shape]["vocab_size"]
     with tempfile.TemporaryDirectory(prefix="bench_rollouts_") as folder:

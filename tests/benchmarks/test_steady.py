@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from benchmarks import steady
-from benchmarks.steady import first_clean_seconds, steady_seconds
+from benchmarks.steady import steady_seconds
 
 
 def scripted(*seconds: float) -> tuple[Callable[[Callable[[], object]], float], list[float]]:
@@ -58,8 +58,6 @@ def test_what_always_compiles_is_not_timed() -> None:
 
     with pytest.raises(RuntimeError, match="compiled a kernel"):
         steady_seconds(call, lambda: late)
-    with pytest.raises(RuntimeError, match="compiled a kernel"):
-        first_clean_seconds(call, lambda: late)
 
 
 def test_a_budget_leaves_one_timed_call() -> None:
@@ -68,14 +66,16 @@ def test_a_budget_leaves_one_timed_call() -> None:
     assert len(said) == 3
 
 
-def test_the_first_call_without_compilation_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_given_warm_up_takes_the_place_of_whole_calls() -> None:
     measure, said = scripted(9, 5, 2, 1)
-    monkeypatch.setattr(steady, "one_call", measure)
+    warmed: list[bool] = []
     late = 0
 
     def call() -> None:
         nonlocal late
         late += len(said) < 2
 
-    assert first_clean_seconds(call, lambda: late) == 2
+    found = steady_seconds(call, lambda: late, calls=1, measure=measure, warm_up=lambda: warmed.append(not said))
+    assert found == 2, "the first call in which nothing is compiled"
     assert said == [9, 5, 2]
+    assert warmed == [True], "made once, before any timed call"

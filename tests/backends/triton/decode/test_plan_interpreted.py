@@ -384,6 +384,7 @@ def test_splits_fill_one_wave_or_two():
     for batch, splits in ((1, 49), (8, 49), (16, 49), (32, 98), (200, 98)):
         assert decode_tiles(90, 132, 2, 2, 128, 128, 32, 8, batch, 1, 131072, 0).splits == splits
     assert decode_tiles(90, 132, 2, 1, 128, 128, 32, 8, 200, 1, 131072, 0).splits == 49, "float8"
+    assert decode_tiles(80, 132, 2, 2, 128, 128, 32, 8, 200, 1, 131072, 0).splits == 33, "one wave of 2 programs on an SM"
 
 
 def test_batch_block_covers_the_batch():
