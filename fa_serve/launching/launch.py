@@ -25,6 +25,7 @@ import triton
 from torch import Tensor
 from triton.runtime.driver import driver
 
+from fa_serve.launching.carveout import prefer_shared_memory
 from fa_serve.launching.compilers import CompilerProcesses, CompilerThreads
 from fa_serve.launching.jit_hooks import show_constants_as_text
 from fa_serve.launching.sizes import power_of_2 as power_of_2
@@ -206,9 +207,21 @@ class Launch:
     fixed:   everything else that the machine code may depend on: other integers by value, then constexprs
     views:   one for each of the first tensors, which the kernel takes as descriptors, or None where the kernel takes None;
              their addresses are aligned
+    prefers_shared_memory: several programs run on a multiprocessor at once, for whose shared memory it should make room (see
+             `carveout`)
     """
 
-    __slots__ = ("_driver", "_fixed", "_grid", "_kernel", "_numbers", "_options", "_strides", "_views")
+    __slots__ = (
+        "_driver",
+        "_fixed",
+        "_grid",
+        "_kernel",
+        "_numbers",
+        "_options",
+        "_prefers_shared_memory",
+        "_strides",
+        "_views",
+    )
 
     def __init__(
         self,
@@ -219,9 +232,12 @@ class Launch:
         options: dict[str, Any],
         strides: Sequence[int] = (),
         views: Sequence[View | None] = (),
+        *,
+        prefers_shared_memory: bool = False,
     ) -> None:
         show_constants_as_text(kernel)
         self._kernel = kernel
+        self._prefers_shared_memory = prefers_shared_memory
         self._grid = (grid, 1, 1)
         self._options = {**FUSED, **options}
         self._views = views
@@ -301,6 +317,8 @@ class Launch:
         if len(_COMPILED) >= _MAX_COMPILED:
             _COMPILED.clear()
         known = _driver_of(compiled, device)
+        if self._prefers_shared_memory:
+            prefer_shared_memory(compiled.function)
         _COMPILED[key] = compiled, known
         return known
 

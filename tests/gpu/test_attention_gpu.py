@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -27,9 +28,10 @@ from cases import (
 import fa_serve
 from fa_serve import dispatch
 from fa_serve.backends import select_backend
+from fa_serve.launching import launch
 from fa_serve.launching.plans import PlanTable
 from fa_serve.spec import AttentionSpec
-from fa_serve.testing import make_qkv
+from fa_serve.testing import cu_seqlens, make_qkv
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
@@ -185,3 +187,19 @@ def test_calls_in_a_compiled_graph(compiler: str, dynamic: bool) -> None:
         expected = step(q, cache.clone(), cache.clone(), cu, slots, table)
         actual = compiled(q, cache.clone(), cache.clone(), cu, slots, table)
         torch.testing.assert_close(actual, expected, rtol=0.02, atol=0.02)
+
+
+def test_decoding_is_given_shared_memory() -> None:
+    """Without it the driver may leave room for two programs of the decoding kernel on a multiprocessor instead of three."""
+    q = torch.randn(4, 16, 128, device="cuda", dtype=torch.bfloat16)
+    cache = torch.randn(256, 16, 8, 128, device="cuda", dtype=torch.bfloat16)
+    table = torch.arange(256, device="cuda", dtype=torch.int32).view(4, 64)
+    lengths = torch.full((4,), 1024, device="cuda", dtype=torch.int32)
+    ends = {"cu_seqlens_q": cu_seqlens([1] * 4, "cuda"), "max_seqlen_q": 1, "max_seqlen_k": 1024}
+    fa_serve.attention_paged(q, cache, cache, block_table=table, seqused_k=lengths, backend="triton", **ends)
+    kernels = [compiled for compiled, _ in launch._COMPILED.values() if compiled.name == "attn_decode"]
+    assert kernels
+    share = ctypes.c_int()
+    for kernel in kernels:
+        assert ctypes.CDLL("libcuda.so.1").cuFuncGetAttribute(ctypes.byref(share), 9, ctypes.c_void_p(kernel.function)) == 0
+        assert share.value == 100

@@ -150,6 +150,20 @@ def test_the_number_of_compiled_kernels_is_limited(kernel: Kernel, monkeypatch: 
     assert [args[-2] for _, args in kernel.launched] == [4], "all others went through the JIT"
 
 
+@pytest.mark.parametrize("known", [True, False], ids=["known launcher", "unknown launcher"])
+def test_shared_memory_is_asked_for_once(kernel: Kernel, monkeypatch: pytest.MonkeyPatch, known: bool) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr(module, "prefer_shared_memory", asked.append)
+    monkeypatch.setattr(module, "_HAS_KNOWN_LAUNCHER", known)
+    given = (kernel, BASE["grid"], BASE["varying"], BASE["fixed"], BASE["options"], BASE["strides"])
+    Launch(*given)(BASE["pointers"])
+    assert asked == [], "nothing prefers it"
+    module._COMPILED.clear()
+    for _ in range(3):
+        Launch(*given, prefers_shared_memory=True)(BASE["pointers"])
+    assert asked == ["function"]
+
+
 def test_late_numbers_come_right_after_the_tensors(kernel: Kernel) -> None:
     kept = Launch(kernel, 3, (1, 0.5), (16, True), {"num_warps": 4}, (32, 64))
     for late in ((100, 640), (101, 656), (102, 672)):

@@ -293,11 +293,7 @@ def decode_tiles(
     wave = max(1, found.resident * num_sms // units)  # splits that run at once
     if batch == 1:
         return replace(tiles, splits=min(wave, max_blocks))
-    # One wave is right if all of its programs run at once. On one H200 (Triton 3.6), it seems that some calls had two programs
-    # on an SM instead of three: with 16/8 heads, 256 x 4096 keys took 1057 to 1168 us, and two waves of programs 957. With 32/8
-    # heads both took the same (961).
-    has_two_waves = arch == 90 and batch >= 32 and kv_itemsize == 2 and 64 < width <= 128 and block_m == 8
-    return replace(tiles, splits=2 * wave if has_two_waves else wave, balanced=True, min_blocks=2)
+    return replace(tiles, splits=wave, balanced=True, min_blocks=2)
 
 
 def _decode_resources(

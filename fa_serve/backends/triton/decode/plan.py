@@ -137,6 +137,7 @@ class _DecodePlan:
             strides=(*out_strides, *q.stride()[:2]),
             fixed=(variant,),
             options={**launch_options(variant.split.pdl, tiles.num_warps), "num_stages": tiles.num_stages, **limit, **passes},
+            prefers_shared_memory=True,
         )
         if not self._is_dense:
             self._late = _late_numbers(k, v, None, options.max_seqlen_k)

@@ -170,12 +170,11 @@ def test_verify_steps_have_queries_as_rows(head_dim: int) -> None:
 @pytest.mark.parametrize("fp8", [False, True], ids=["bfloat16", "fp8"])
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_as_many_programs_live_on_an_sm_as_are_counted_on(head_dim: int, fp8: bool) -> None:
-    """A wave of `splits` is what runs at once, or the last of them run alone. Heads of 128 in 16 bits have two waves."""
+    """A wave of `splits` is what runs at once, or the last of them run alone."""
     kernel = compile_decode("sm90", Shape(heads=(64, 8), head_dim=head_dim, head_dim_v=head_dim, fp8=fp8))[0]
     programs, threads = {128: (3, 128), 64: (6, 64) if fp8 else (4, 128)}[head_dim]
     tiles = decode_tiles(90, 132, 2, 1 if fp8 else 2, head_dim, head_dim, 64, 8, 32, 1, 4096, 0)
-    waves = 2 if head_dim == 128 and not fp8 else 1
-    assert (tiles.splits, 32 * tiles.num_warps) == (waves * (programs * 132 // 8), threads)
+    assert (tiles.splits, 32 * tiles.num_warps) == (programs * 132 // 8, threads)
     assert programs * (kernel.shared_bytes + 1024) <= 228 << 10
     assert programs * threads * kernel.registers <= 65536
 
