@@ -373,20 +373,27 @@ def packs_queries(
 ) -> bool:
     """Whether this kernel is faster than the decoding kernel for up to FEW_QUERIES queries per sequence over a paged cache.
 
-    Times in us on one H200 with bfloat16 and heads of 128, of the decoding kernel and of this one: 16 sequences of 2048 keys
-    with 16 queries: 51 and 43 (32/8 heads), 78 and 45 (64/8), 142 and 131 (32/32); 128 sequences of 1024 keys with 4 queries:
-    137 and 133 (32/8), 147 and 136 (64/8); 32 sequences of 4096 keys with 8 queries: 153 and 131 (32/8), 162 and 132 (64/8).
-    The decoding kernel is bound by instructions there, and this one by memory. 16 sequences of 8192 keys with 4 queries, which
-    were split then and stay whole now: 152 and 139 (64/8), 140 and 139 (32/8), 85 and 81 (64/8 heads of 64); one sequence of
-    65,536 keys and 31 of 500: 115 and 107 (64/8), 105 and 106 (32/8). A single sequence has too few tiles: 16 queries over 8192
-    keys take 25 and 30, 4 over 1024 take 8 and 16.
+    Times in us on one H200 with bfloat16 and heads of 128, of the decoding kernel and of this one. If its tiles fill the GPU,
+    this one is limited by memory, and the decoding kernel by instructions: 32 sequences of 4096 keys with 8 queries 145 and 137
+    (32/8 heads), 152 and 138 (64/8); 128 of 1024 keys with 4 queries 137 and 135, 139 and 137.
+
+    If about half of the thread blocks that could run have a tile, the decoding kernel reads faster, because it cuts the keys
+    for more programs: 16 sequences of 8192 keys with 3 queries 136 and 151 (32/8), 143 and 150 (64/8); 32 of 4096 keys with
+    28/4 heads, which this kernel pads, 77 and 84 (2 queries), 81 and 86 (8 queries). So do two thirds: 64/8 heads of 64 take 74
+    and 84 (2 queries), 77 and 84 (4 queries). Of short sequences with many rows, instructions are the limit again: 16 of 2048
+    keys with 16 queries 52 and 43 (32/8), 68 and 45 (64/8). A single sequence has too few tiles: 16 queries over 8192 keys take
+    25 and 30, 4 over 1024 take 8 and 16.
     """
     if not 1 < max_seqlen_q <= FEW_QUERIES or max(head_dim, head_dim_v) > 128:
         return False
     pack_gqa = heads_to_pack(heads_per_kv, max_seqlen_q, may_pad=True)
     tiles = hopper_forward_tiles(head_dim, head_dim_v, (-1, 0), max_seqlen_q * pack_gqa, max_seqlen_k, True, True)
     count = batch * num_kv_heads * (heads_per_kv if pack_gqa == 1 else 1) * -(-max_seqlen_q * pack_gqa // tiles.block_m)
-    return count >= MIN_FILLED * 132 * tiles.blocks_per_sm
+    resident = 132 * tiles.blocks_per_sm
+    rows = heads_per_kv * max_seqlen_q
+    if count <= 0.75 * resident and (rows <= 16 or (rows <= 64 and max_seqlen_k >= 4096)):
+        return False
+    return count >= MIN_FILLED * resident
 
 
 @lru_cache(maxsize=4096)

@@ -185,6 +185,15 @@ def test_the_device_may_split_the_keys_of_shared_tiles_into_waves(tiles: int, ex
         ((28, 4), 128, (128, 4, 1024), True),
         ((16, 8), 256, (128, 4, 1024), False),
         ((64, 8), 64, (32, 8, 1024), True),
+        ((32, 8), 128, (32, 8, 4096), True),
+        # half of the thread blocks would have a tile
+        ((32, 8), 128, (16, 3, 1024), False),
+        ((32, 8), 128, (16, 8, 4095), True),
+        ((32, 8), 128, (16, 8, 4096), False),
+        ((28, 4), 128, (32, 2, 4096), False),
+        ((28, 4), 128, (32, 8, 4096), False),
+        ((28, 4), 128, (32, 10, 4096), True),
+        ((64, 8), 64, (32, 4, 4096), False),
     ],
 )
 def test_few_queries_of_enough_sequences(heads: tuple[int, int], dim: int, sizes: tuple[int, int, int], expected: bool) -> None:
