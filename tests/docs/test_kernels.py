@@ -71,7 +71,7 @@ def test_a_table_of_lines() -> None:
     assert rows == ["| `512_of_64` | 86.1 | 45.3 | 57.4 | 52.8 |"]
     # with one peer, the speed over the peer's: of rates, and of times
     assert line_tables.table("window", ["d64_128"]).endswith("| `d64_128` | 183 | 85.8 | 2.13 |")
-    assert line_tables.table("chunk", ["32_8_d128_256_of_4352x1"]).endswith("| 43.1 | 45.7 | 1.06 |")
+    assert line_tables.table("chunk", ["32_8_d128_256_of_4352x1"]).endswith("| 43.8 | 45.4 | 1.04 |")
     # lines of several runs say of which each is
     head, _, *rows = line_tables.table("lora", ["llama8b rank 16 1 adapter", "llama8b rank 16 base"]).splitlines()
     assert head.startswith("| `lora.jsonl`, tokens/s, H200 at 9b690ee7¹; H200 at ed131504² | fa_serve |")
