@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from fa_serve.launching.sizes import power_of_2
+from fa_serve.launching.sizes import norm_warps, power_of_2
 from fa_serve.ops.products.problem import Product
 
 
@@ -50,17 +50,19 @@ have 4 and 6 MB. Requests for larger weights are in the way of loads: at the sha
 """
 
 
-def columns_ahead(product: Product, begin: int, threads: int) -> int:
+def columns_ahead(product: Product, begin: int, threads: int, most: int = 0) -> int:
     """How many columns from `begin` on are requested before a kernel waits for the previous one. 0 if none are.
 
     threads: those that request columns of one row, the same number each, in units of 16 bytes
+    most:    columns of a weight that is larger than REQUESTED_BYTES
     """
     size = (product.matrix_dtype or product.dtype).itemsize
     is_small = product.n * product.k * size <= REQUESTED_BYTES
-    if not product.is_programmatic or not is_small or not product.aligned or product.k * size % 16:
+    if not product.is_programmatic or not product.aligned or product.k * size % 16:
         return 0
     unit = 16 // size * threads
-    return max(product.k - begin, 0) // unit * unit
+    columns = max(product.k - begin, 0)
+    return (columns if is_small else min(columns, most)) // unit * unit
 
 
 class InvariantTile(NamedTuple):
@@ -77,6 +79,18 @@ class InvariantTile(NamedTuple):
     num_warps: int = 4
     segments: int = 1
     apart: bool = False
+
+
+class InvariantRowsTile(NamedTuple):
+    """block_n columns of the output for a few tokens; block_k elements of the sum at once, num_stages of them in flight.
+
+    ahead: columns of the weights, from the first on, that are requested into the L2 cache while the previous kernel runs
+    """
+
+    block_n: int
+    block_k: int
+    num_stages: int
+    ahead: int = 0
 
 
 class InvariantWgmmaTile(NamedTuple):
@@ -109,6 +123,19 @@ test_row_invariant_compiled.py reads the machine code."""
 LEAST_WGMMA_ROWS = 129
 """The fewest rows that the kernel with the copy engine (row_invariant_wgmma.py) multiplies."""
 
+MOST_FEW_ROWS = 8
+"""The most tokens that the kernel for few rows (row_invariant_few.py) multiplies."""
+FUSES_FEW_ROWS = True
+"""The switch: whether a product of few tokens has the norm before it and the gate after it in its launch in deterministic mode,
+with the bits of separate launches. test_row_invariant_few_compiled.py reads that the code is made for equal bits, and
+tests/gpu/test_rollouts_gpu.py compares the bits; it must be off where that test fails."""
+FEW_ROWS_IN_USUAL_MODE = False
+"""The switch for 2 to MOST_FEW_ROWS tokens in the usual mode, whose norms and gates have launches of their kind. It is off,
+because it has not been measured. Plans that exist keep their kernel when it changes (`PLANS.clear()`)."""
+FEW_ROWS_RING = 96 << 10
+"""Bytes of weights that a program for few rows has in flight at most: two programs then fit on a multiprocessor of Hopper, so
+that those of the next launch may start before the last ones of this launch end."""
+
 
 def invariant_tile(product: Product) -> InvariantTile:
     """The tile of a product whose rows do not depend on the number of rows."""
@@ -130,6 +157,20 @@ def hopper_invariant_tile(product: Product) -> InvariantTile:
     # columns on one H200, 64 x 64 took 17.1 us, 64 x 128 took 28.0, and 64 x 32 took 13.7.
     enough = product.num_sms * (0.75 if few else 1.5)
     return next((tile for tile in fitting if _programs(product, tile) >= enough), fitting[-1])
+
+
+def invariant_rows_tile(product: Product) -> InvariantRowsTile:
+    """The tile of a product of few tokens with its norm and gate.
+
+    block_n is the largest that leaves most multiprocessors a program. A gate has two accumulators, of 32 columns at most, so
+    that a multiprocessor has registers for two programs. 128 columns of 8 tokens are repeated in registers (Triton 3.6).
+    """
+    threads = 32 * norm_warps(power_of_2(product.k))
+    columns = (32, 16) if product.gated else (64, 32, 16)
+    enough = 0.75 * product.num_sms
+    block_n = next((n for n in columns if -(-product.outputs // n) >= enough), columns[-1])
+    stages = min(8, FEW_ROWS_RING // (block_n * 128 * product.dtype.itemsize * (2 if product.gated else 1)))
+    return InvariantRowsTile(block_n, 128, stages, columns_ahead(product, 0, threads // block_n, (stages - 1) * 128))
 
 
 def invariant_wgmma_tile(product: Product) -> InvariantWgmmaTile:

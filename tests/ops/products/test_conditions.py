@@ -56,6 +56,23 @@ ROWS = {"values": "float8", "n": 6144, "group": 0}
             "supports fewer than 2147483648 values (32-bit offsets), got 65536 x 32768",
         ),
         ("unpack", dense(tokens=129), "multiplies up to 128 tokens, got 129"),
+        (
+            "invariant_rows",
+            dense("float"),
+            "is used in deterministic mode only (products/tiles.py:FEW_ROWS_IN_USUAL_MODE)",
+        ),
+        ("invariant_rows", dense("float", invariant=True, tokens=9), "multiplies 1 to 8 tokens, got 9"),
+        ("invariant_rows", dense("float", invariant=True, k=512), "takes more than 512 columns, got 512"),
+        (
+            "invariant_rows",
+            dense("float", invariant=True, matrix_dtype=HALF),
+            "multiplies only matrices that have the input's dtype",
+        ),
+        (
+            "invariant_rows",
+            dense("float", invariant=True, contiguous=False),
+            "takes contiguous weights, and tokens whose numbers are contiguous",
+        ),
         ("invariant", dense(), "is used only if results must not depend on the number of rows, because it is slower"),
         ("grouped", dense(), "multiplies the weights of experts only"),
         ("expert_rows", of_experts("float", by_rows=False), "needs contiguous rows in the weights of both products"),
