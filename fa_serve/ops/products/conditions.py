@@ -53,15 +53,11 @@ def refuses_nothing(product: Product) -> str | None:
     return None
 
 
-def _not_hopper(product: Product) -> str | None:
-    got = f"compute capability {product.arch / 10}" if product.arch else "another device"
-    return _unless(product.arch == 90, f"runs on Hopper (compute capability 9.0) only, got {got}")
-
-
 def _other_gpu(product: Product) -> str | None:
     """Why a kernel in Gluon cannot run: the device, the release of Triton, or the address of the weight."""
-    if refused := _not_hopper(product):
-        return refused
+    if product.arch != 90:
+        got = f"compute capability {product.arch / 10}" if product.arch else "another device"
+        return f"runs on Hopper (compute capability 9.0) only, got {got}"
     if not product.gluon:
         return "needs a supported release of Triton, and TRITON_INTERPRET off"
     return _unless(product.aligned, "copies 16 bytes at a time, and the weight's address is not a multiple of 16")
@@ -119,11 +115,12 @@ def refuses_invariant_rows(product: Product) -> str | None:
         _unless(tiles.FUSES_FEW_ROWS, "is switched off (products/tiles.py:FUSES_FEW_ROWS)")
         or _unless(product.invariant or usual, "is used in deterministic mode only (products/tiles.py:FEW_ROWS_IN_USUAL_MODE)")
         or _refuses_a_choice_by_rows(product)
-        or _not_hopper(product)
+        or _other_gpu(product)
         or _other_dtype(product, *HALVES)
         or _other_matrix_dtype(product)
         or _other_tokens(product, 1, tiles.MOST_FEW_ROWS)
         or _unless(product.contiguous, "takes contiguous weights, and tokens whose numbers are contiguous")
+        or _unless(product.k % 8 == 0, f"takes a multiple of 8 columns, got {product.k}")
         # the norm of shorter rows has fewer than the four warps of a wgmma
         or _unless(product.k > FEW_ROWS_COLUMNS, f"takes more than {FEW_ROWS_COLUMNS} columns, got {product.k}")
     )

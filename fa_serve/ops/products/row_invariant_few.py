@@ -1,186 +1,331 @@
-"""The product of 1 to 8 tokens on Hopper with its norm and gate, bitwise equal to `row_invariant.py` with separate launches.
+"""The product of 1 to 8 tokens on Hopper with its norm and gate, bitwise equal to `row_invariant.py` with separate launches, in
+Gluon.
 
 `_invariant_linear` needs one launch for the norm before it and another one for the gate behind it, and reads no weights before
-the previous kernel has completed. Here one launch does all of that, as that of row.py does for one token in the usual mode:
+the previous kernel has completed. Here one launch does all of that:
 
+- weights: before a program waits for the previous kernel, the copy engine starts to fill a ring in shared memory with its
+  columns of the weights. Two programs fit on a multiprocessor, so the ring of the next product is filled while this one runs,
+  and products of a small model find all of their weights in shared memory;
 - the norm: the sum of squares of a row is that of `_rms_norm`, in a tile of the same shape and with the same number of warps.
   The product reads the normalised row in the input's dtype, as if it had been stored;
-- the product: a chain of `wgmma … k16` over all of k from zero, with 64 rows (tiles.py). These rows are 8 tokens, repeated, so
-  that the input is read and normalised for few rows alone;
+- the product: a chain of `wgmma … k16` over all of k from zero, with 64 rows (tiles.py). The tokens are the first of these
+  rows; the others are zero. They are an operand in registers, so shared memory holds weights only, and the norm of a block of
+  columns is computed while the block before is multiplied;
 - the gate: both results are rounded to the input's dtype before the activation, as if they had been stored.
 
-While the previous kernel runs, the first columns of the weights are requested into the L2 cache. A first tile in registers, as
-in row.py, would be another product before the loop, for which Triton chooses another layout of the accumulators. Left out:
-quantised weights, experts, and input whose rows are not contiguous.
+Left out: quantised weights, experts, and weights or input whose rows are not contiguous.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from math import gcd
+from typing import NamedTuple
+
 import triton
-import triton.language as tl
 from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
 
 from fa_serve.backends.triton.primitives import wait_for_previous_kernel
-from fa_serve.launching.launch import Launch, launch_options
+from fa_serve.launching.gluon_names import async_load, sync_threads
+from fa_serve.launching.launch import Launch, View, launch_options
 from fa_serve.launching.sizes import norm_warps, power_of_2
 from fa_serve.ops.elementwise.activation import ACTIVATION_KINDS, activate
-from fa_serve.ops.elementwise.norm import norm_factor
 from fa_serve.ops.products.problem import Details, Multiply, Product
-from fa_serve.ops.products.row import request_weights, store_product
-from fa_serve.ops.products.tiles import MOST_FEW_ROWS, InvariantRowsTile
+from fa_serve.ops.products.tiles import InvariantRowsTile
 
-_TILE_ROWS = tl.constexpr(64)
-"""The rows of one wgmma instruction."""
-_TOKENS = tl.constexpr(MOST_FEW_ROWS)
-"""The rows of the tile that is read. The instruction's rows are these, repeated."""
+@dataclass(frozen=True)
+class FewRowsVariant:
+    """Everything that is fixed when the kernel is compiled, passed as one constexpr.
+
+    n:      outputs; a gated product has weights of 2 * n rows
+    k:      columns
+    tokens: a power of two, at least the number of tokens
+    kind:   of the activation, as in `ACTIVATION_KINDS`
+    normed: whether the tokens are normalised
+    vector: numbers of a token that a thread loads at once where it sums squares, as Triton chooses for `_rms_norm`
+    warps:  of a program
+    """
+
+    tile: InvariantRowsTile
+    layout: gl.NVMMASharedLayout
+    n: int
+    k: int
+    tokens: int
+    gated: bool
+    kind: int
+    normed: bool
+    vector: int
+    warps: int
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of columns."""
+        return -(-self.k // self.tile.block_k)
+
+    @property
+    def stages(self) -> int:
+        return min(self.blocks, self.tile.stages)
+
+    @property
+    def halves(self) -> int:
+        """Products of a program: with the weights of the gates, and with those of what is gated."""
+        return 2 if self.gated else 1
+
+    @property
+    def copied_bytes(self) -> int:
+        """Bytes of a stage."""
+        return 2 * self.tile.block_k * self.tile.block_n * self.halves
+
+    @property
+    def norm_tile(self) -> int:
+        """The tile of `_rms_norm`."""
+        return power_of_2(self.k)
+
+    @property
+    def norm_layout(self) -> gl.BlockedLayout:
+        """The layout that Triton gives to this tile in `_rms_norm`: the order of the sum of squares depends on it."""
+        return gl.BlockedLayout([self.vector], [32], [self.warps], [0])
+
+    @property
+    def product_layout(self) -> gl.NVMMADistributedLayout:
+        """Layout of the sums [64, block_n]. With 8 warps, each of two warpgroups has half of the columns."""
+        groups = self.warps // 4
+        return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, groups], instr_shape=[16, self.tile.block_n // groups, 16])
+
+    @property
+    def token_layout(self) -> gl.DotOperandLayout:
+        """Layout of a block of tokens [64, block_k], the first operand of a product."""
+        return gl.DotOperandLayout(operand_index=0, parent=self.product_layout, k_width=2)
 
 
-@triton.jit
-def _norm_factors(x_ptr, M, eps, stride_x, K: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    """[_TOKENS]: the factor of the norm for each of the first ROWS tokens."""
-    tokens = tl.arange(0, _TOKENS)
-    cols = tl.arange(0, BLOCK)
-    factors = tl.zeros([_TOKENS], tl.float32)
-    for i in tl.static_range(ROWS):
-        row = tl.minimum(i, M - 1).to(tl.int64)
-        x = tl.load(x_ptr + row * stride_x + cols, mask=cols < K, other=0.0).to(tl.float32)
-        factors = tl.where(tokens == i, norm_factor(x, eps, K), factors)
+class FewRowsArgs(NamedTuple):
+    """What the parts of the kernel read: its arguments, the ring of weights [halves * stages, block_n, block_k], and a barrier
+    for each stage, which says that its weights are there.
+
+    w: a tensor descriptor
+    """
+
+    w: gl.tensor
+    x: gl.tensor
+    norm: gl.tensor
+    rows: gl.tensor
+    eps: gl.tensor
+    offset: gl.tensor
+    stride_x: gl.tensor
+    ring: gl.tensor
+    full: gl.tensor
+
+
+@gluon.jit
+def _copy_weights(block, args, var: gl.constexpr):
+    """Start to copy a block of columns of this program's weights."""
+    STAGES: gl.constexpr = var.stages
+    stage = block % STAGES
+    row = gl.program_id(0) * var.tile.block_n
+    full = args.full.index(stage)
+    mbarrier.expect(full, var.copied_bytes)
+    async_load(args.w, [row, var.tile.block_k * block], full, args.ring.index(stage))
+    if var.gated:
+        async_load(args.w, [var.n + row, var.tile.block_k * block], full, args.ring.index(STAGES + stage))
+
+
+@gluon.jit
+def _norm_factors(args, var: gl.constexpr):
+    """[64]: 1 / sqrt(mean(x^2) + eps) of each token, as `norm_factor` computes it, and 0 for the other rows."""
+    TOKENS: gl.constexpr = var.tokens
+    TILE: gl.constexpr = var.norm_tile
+    LAYOUT: gl.constexpr = var.norm_layout
+    rows = gl.arange(0, 64, layout=gl.SliceLayout(1, var.token_layout))
+    columns = gl.arange(0, TILE, layout=LAYOUT)
+    factors = gl.zeros([64], gl.float32, layout=gl.SliceLayout(1, var.token_layout))
+    for i in gl.static_range(TOKENS):
+        token = gl.minimum(i, args.rows - 1).to(gl.int64)
+        x = gl.load(args.x + token * args.stride_x + columns, mask=columns < var.k, other=0.0).to(gl.float32)
+        factor = gl.rsqrt(gl.sum(x * x, 0) / var.k + args.eps)
+        factors = gl.where((rows == i) & (rows < args.rows), factor, factors)
     return factors
 
 
-@triton.jit
-def _load_input(x_ptr, norm_ptr, start, M, offset, stride_x, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Columns from `start` on of the tokens, [_TOKENS, BLOCK_K], and of the norm's weight in float32, [BLOCK_K]."""
-    tokens = tl.arange(0, _TOKENS)
-    cols = start + tl.arange(0, BLOCK_K)
-    inside = cols < K
-    x = tl.load(x_ptr + tokens[:, None] * stride_x + cols[None, :], mask=(tokens < M)[:, None] & inside[None, :], other=0.0)
-    weight = tl.zeros([BLOCK_K], tl.float32)
-    if norm_ptr is not None:
-        weight = tl.load(norm_ptr + cols, mask=inside, other=0.0).to(tl.float32) + offset
+@gluon.jit
+def _load_tokens(block, args, var: gl.constexpr):
+    """A block of columns of the tokens [64, block_k], and of the norm's weight [block_k] if there is one; zeros behind the last
+    ones."""
+    BLOCK_K: gl.constexpr = var.tile.block_k
+    rows = gl.arange(0, 64, layout=gl.SliceLayout(1, var.token_layout))
+    columns = BLOCK_K * block + gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, var.token_layout))
+    places = gl.expand_dims(rows.to(gl.int64) * args.stride_x, 1) + gl.expand_dims(columns, 0)
+    keep = gl.expand_dims(rows < args.rows, 1) & gl.expand_dims(columns < var.k, 0)
+    x = gl.load(args.x + places, mask=keep, other=0.0)
+    weight = columns
+    if var.normed:
+        weight = gl.load(args.norm + columns, mask=columns < var.k, other=0.0)
     return x, weight
 
 
-@triton.jit
-def _weight_tile(w_ptr, cols, start, N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):
-    """[BLOCK_K, BLOCK_N]: the columns from `start` on of these rows of the weights, transposed. `cols` are below N."""
-    k = start + tl.arange(0, BLOCK_K)
-    places = w_ptr + cols.to(tl.int64)[:, None] * K + k[None, :]
-    if K % BLOCK_K != 0:
-        return tl.trans(tl.load(places, mask=(k < K)[None, :], other=0.0))
-    return tl.trans(tl.load(places))
+@gluon.jit
+def _operand(x, weight, factors, args, var: gl.constexpr):
+    """A block of tokens as the product reads it: normalised and rounded, as `_rms_norm` stores it."""
+    y = x
+    if var.normed:
+        scaled = x.to(gl.float32) * gl.expand_dims(factors, 1)
+        y = (scaled * gl.expand_dims(weight.to(gl.float32) + args.offset, 0)).to(x.dtype)
+    return y
 
 
-@triton.jit
-def _normalise(x, weight, factors):
-    """The tokens in x's dtype, as `_rms_norm` stores them."""
-    return (x.to(tl.float32) * factors[:, None] * weight[None, :]).to(x.dtype)
+@gluon.jit
+def _start_products(acc, up, y, stage, args, var: gl.constexpr):
+    """Start the products of a block of tokens with the weights of a stage."""
+    acc = warpgroup_mma(y, args.ring.index(stage).permute((1, 0)), acc, is_async=True)
+    if var.gated:
+        up = warpgroup_mma(y, args.ring.index(var.stages + stage).permute((1, 0)), up, is_async=True)
+    return acc, up
 
 
-@triton.jit
-def _repeat(x, BLOCK_K: tl.constexpr):
-    """[_TOKENS, BLOCK_K] -> [_TILE_ROWS, BLOCK_K]: the tokens, repeated."""
-    repeated = tl.broadcast_to(x[None, :, :], [_TILE_ROWS // _TOKENS, _TOKENS, BLOCK_K])
-    return tl.reshape(repeated, [_TILE_ROWS, BLOCK_K])
+@gluon.jit
+def _wait_products(acc, up, var: gl.constexpr):
+    if var.gated:
+        acc, up = warpgroup_mma_wait(0, deps=[acc, up])
+    else:
+        acc = warpgroup_mma_wait(0, deps=[acc])
+    return acc, up
 
 
-@triton.jit(do_not_specialize=["M"])
-def _invariant_rows(
+@gluon.jit
+def _sum_products(args, var: gl.constexpr):
+    """The sums over k for gates and for what is gated, [64, block_n] each. Without a gate the second is zero."""
+    STAGES: gl.constexpr = var.stages
+    BLOCKS: gl.constexpr = var.blocks
+    BLOCK_N: gl.constexpr = var.tile.block_n
+    SUMS: gl.constexpr = var.product_layout
+    factors = gl.zeros([64], gl.float32, layout=gl.SliceLayout(1, var.token_layout))
+    x, weight = _load_tokens(0, args, var)
+    if var.normed:
+        factors = _norm_factors(args, var)
+    y = _operand(x, weight, factors, args, var)
+    x, weight = _load_tokens(1, args, var)
+    acc = gl.zeros([64, BLOCK_N], gl.float32, layout=SUMS)
+    up = acc
+    for block in range(BLOCKS):
+        stage = block % STAGES
+        mbarrier.wait(args.full.index(stage), (block // STAGES) & 1)
+        acc, up = _start_products(acc, up, y, stage, args, var)
+        # tokens are loaded two blocks ahead, and normalised while the block before them is multiplied
+        y = _operand(x, weight, factors, args, var)
+        x, weight = _load_tokens(block + 2, args, var)
+        acc, up = _wait_products(acc, up, var)
+        if BLOCKS > STAGES:
+            sync_threads()  # all warps have multiplied this stage
+            if block + STAGES < BLOCKS:
+                _copy_weights(block + STAGES, args, var)
+    return acc, up
+
+
+@gluon.jit
+def _store_outputs(acc, up, bias_ptr, residual_ptr, out_ptr, alpha, args, var: gl.constexpr):
+    """Add the bias, gate, and store as `store_product` does."""
+    BLOCK_N: gl.constexpr = var.tile.block_n
+    rows = gl.arange(0, 64, layout=gl.SliceLayout(1, var.product_layout))
+    columns = gl.program_id(0) * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, var.product_layout))
+    inside = columns < var.n
+    if bias_ptr is not None:
+        acc = acc + gl.expand_dims(gl.load(bias_ptr + columns, mask=inside, other=0.0).to(gl.float32), 0)
+    if var.gated:
+        if bias_ptr is not None:
+            up = up + gl.expand_dims(gl.load(bias_ptr + var.n + columns, mask=inside, other=0.0).to(gl.float32), 0)
+        gate = acc.to(out_ptr.dtype.element_ty).to(gl.float32)
+        acc = activate(gate, var.kind) * up.to(out_ptr.dtype.element_ty).to(gl.float32)
+    keep = gl.expand_dims(rows < args.rows, 1) & gl.expand_dims(inside, 0)
+    places = gl.expand_dims(rows.to(gl.int64) * var.n, 1) + gl.expand_dims(columns, 0)
+    if residual_ptr is not None:
+        acc = gl.load(residual_ptr + places, mask=keep, other=0.0).to(gl.float32) + alpha * acc
+    gl.store(out_ptr + places, acc.to(out_ptr.dtype.element_ty), mask=keep)
+
+
+@gluon.jit(do_not_specialize=["rows"])
+def invariant_rows(
+    w_desc,
     x_ptr,
-    w_ptr,
     norm_ptr,
     bias_ptr,
     residual_ptr,
     out_ptr,
-    M,
+    rows,
     eps,
     offset,
     alpha,
     stride_x,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    GATED: tl.constexpr,
-    KIND: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    AHEAD: tl.constexpr,
-    PDL: tl.constexpr,
+    var: gl.constexpr,
 ):
-    """A program computes BLOCK_N columns of the output for all M tokens, of which there are at most ROWS.
-
-    GATED: the weights have 2 * N rows; the first N give the gates, the others what the gates are multiplied with.
-    BLOCK: a power of 2, at least K: the tile of the norm
-    AHEAD: columns of the weights that are requested into the L2 cache while the previous kernel runs
-    """
-    cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    near = cols
-    if N % BLOCK_N != 0:
-        near = tl.minimum(cols, N - 1)
-    if AHEAD > 0:
-        request_weights(w_ptr, cols, 0, N, K, AHEAD, BLOCK_N)
-        if GATED:
-            request_weights(w_ptr + N * K, cols, 0, N, K, AHEAD, BLOCK_N)
-    wait_for_previous_kernel(PDL)
-    NORM: tl.constexpr = norm_ptr is not None
-    factors = tl.zeros([_TOKENS], tl.float32)
-    if NORM:
-        factors = _norm_factors(x_ptr, M, eps, stride_x, K, BLOCK, ROWS)
-    acc = tl.zeros([_TILE_ROWS, BLOCK_N], tl.float32)
-    up = tl.zeros([_TILE_ROWS, BLOCK_N], tl.float32)
-    x, weight = _load_input(x_ptr, norm_ptr, 0, M, offset, stride_x, K, BLOCK_K)
-    y = x
-    if NORM:
-        y = _normalise(x, weight, factors)
-        x, weight = _load_input(x_ptr, norm_ptr, BLOCK_K, M, offset, stride_x, K, BLOCK_K)
-    for start in tl.range(0, K, BLOCK_K):
-        # input is loaded one step before its product; with a norm two steps, and normalised one step before
-        if NORM:
-            tile = _repeat(y, BLOCK_K)
-            y = _normalise(x, weight, factors)
-            x, weight = _load_input(x_ptr, norm_ptr, start + 2 * BLOCK_K, M, offset, stride_x, K, BLOCK_K)
-        else:
-            tile = _repeat(x, BLOCK_K)
-            x, weight = _load_input(x_ptr, norm_ptr, start + BLOCK_K, M, offset, stride_x, K, BLOCK_K)
-        acc = tl.dot(tile, _weight_tile(w_ptr, near, start, N, K, BLOCK_N, BLOCK_K), acc, input_precision="ieee")
-        if GATED:
-            up = tl.dot(tile, _weight_tile(w_ptr + N * K, near, start, N, K, BLOCK_N, BLOCK_K), up, input_precision="ieee")
-    inside = cols < N
-    if bias_ptr is not None:
-        acc += tl.load(bias_ptr + cols, mask=inside, other=0.0).to(tl.float32)[None, :]
-    if GATED:
-        if bias_ptr is not None:
-            up += tl.load(bias_ptr + N + cols, mask=inside, other=0.0).to(tl.float32)[None, :]
-        dtype: tl.constexpr = out_ptr.dtype.element_ty
-        acc = activate(acc.to(dtype).to(tl.float32), KIND) * up.to(dtype).to(tl.float32)
-    rows = tl.arange(0, _TILE_ROWS)
-    keep = (rows < M)[:, None] & inside[None, :]
-    store_product(acc, out_ptr, residual_ptr, alpha, rows[:, None] * N + cols[None, :], keep)
+    """A program computes block_n columns of the output for all tokens, of which there are `rows`."""
+    STAGES: gl.constexpr = var.stages
+    RING: gl.constexpr = STAGES * var.halves
+    BLOCK_N: gl.constexpr = var.tile.block_n
+    LAYOUT: gl.constexpr = var.layout
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    BLOCK_K: gl.constexpr = var.tile.block_k
+    ring = gl.allocate_shared_memory(w_desc.dtype, [RING, BLOCK_N, BLOCK_K], LAYOUT)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+    fence_async_shared()
+    sync_threads()
+    args = FewRowsArgs(
+        w=w_desc,
+        x=x_ptr,
+        norm=norm_ptr,
+        rows=rows,
+        eps=eps,
+        offset=offset,
+        stride_x=stride_x,
+        ring=ring,
+        full=full,
+    )
+    # no kernel writes weights, so they may be copied before the previous kernel ends
+    for block in range(STAGES):
+        _copy_weights(block, args, var)
+    wait_for_previous_kernel(True)
+    acc, up = _sum_products(args, var)
+    _store_outputs(acc, up, bias_ptr, residual_ptr, out_ptr, alpha, args, var)
 
 
 def plan_invariant_rows(product: Product, tile: InvariantRowsTile, details: Details) -> Multiply:
     """One launch for up to 8 tokens, of a contiguous weight. Rows of the input may have gaps between them."""
-    m = product.tokens
     n = product.outputs
     k = product.k
-    pdl = product.is_programmatic
-    kind = ACTIVATION_KINDS[details.activation or "silu"]
     stride_x = details.strides[0] if details.strides else k
-    block = power_of_2(k)
-    warps = norm_warps(block)
-    registers = min(255, (1 << 15) // (32 * warps))  # of a thread, so that two programs fit on a multiprocessor
-    launch = Launch(
-        _invariant_rows,
-        triton.cdiv(n, tile.block_n),
-        varying=(m, details.eps, details.offset, details.alpha),
-        fixed=(stride_x, n, k, product.gated, kind, power_of_2(m), block, tile.block_n, tile.block_k, tile.ahead, pdl),
-        options={**launch_options(pdl, warps), "num_stages": tile.num_stages, "maxnreg": registers},
-    )
+    vector = gcd(8, stride_x)  # 16 bytes, if each token begins at a multiple of them
+
+    def launch_of(normed: bool) -> Launch:
+        warps = norm_warps(power_of_2(k)) if normed else 4
+        block_n = max(tile.block_n, 2 * warps)  # a warpgroup multiplies 8 columns at least
+        fitting = tile._replace(block_n=block_n, stages=tile.stages * tile.block_n // block_n)
+        layout = gl.NVMMASharedLayout(128, 16, rank=2)
+        kind = ACTIVATION_KINDS[details.activation or "silu"]
+        var = FewRowsVariant(fitting, layout, n, k, power_of_2(product.tokens), product.gated, kind, normed, vector, warps)
+        return Launch(
+            invariant_rows,
+            triton.cdiv(n, block_n),
+            varying=(product.tokens, details.eps, details.offset, details.alpha),
+            fixed=(var,),
+            options={**launch_options(True, warps), "maxnreg": (1 << 15) // (32 * warps)},
+            strides=(stride_x,),
+            views=(View((product.n, k), (k, 1), (block_n, tile.block_k), layout),),
+        )
+
+    launches = {normed: launch_of(normed) for normed in (False, True)}
 
     def multiply(x: Tensor, weight: Tensor, bias: Tensor | None, norm_weight: Tensor | None, residual: Tensor | None) -> Tensor:
-        out = x.new_empty(m, n) if residual is None else residual
-        launch((x, weight, norm_weight, bias, residual, out))
+        out = x.new_empty(product.tokens, n) if residual is None else residual
+        launches[norm_weight is not None]((weight, x, norm_weight, bias, residual, out))
         return out
 
     return multiply

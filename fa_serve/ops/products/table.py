@@ -153,7 +153,7 @@ KERNELS: tuple[Kernel, ...] = (
     Kernel(
         name="invariant_rows",
         about="few tokens on Hopper, with their norm and gate, bitwise equal to `invariant`",
-        launches=("_invariant_rows",),
+        launches=("invariant_rows",),
         plan="fa_serve.ops.products.row_invariant_few:plan_invariant_rows",
         values=("float",),
         refuses=refuses_invariant_rows,

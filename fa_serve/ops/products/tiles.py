@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from fa_serve.launching.sizes import norm_warps, power_of_2
+from fa_serve.launching.sizes import power_of_2
 from fa_serve.ops.products.problem import Product
 
 
@@ -50,19 +50,17 @@ have 4 and 6 MB. Requests for larger weights are in the way of loads: at the sha
 """
 
 
-def columns_ahead(product: Product, begin: int, threads: int, most: int = 0) -> int:
+def columns_ahead(product: Product, begin: int, threads: int) -> int:
     """How many columns from `begin` on are requested before a kernel waits for the previous one. 0 if none are.
 
     threads: those that request columns of one row, the same number each, in units of 16 bytes
-    most:    columns of a weight that is larger than REQUESTED_BYTES
     """
     size = (product.matrix_dtype or product.dtype).itemsize
     is_small = product.n * product.k * size <= REQUESTED_BYTES
-    if not product.is_programmatic or not product.aligned or product.k * size % 16:
+    if not product.is_programmatic or not is_small or not product.aligned or product.k * size % 16:
         return 0
     unit = 16 // size * threads
-    columns = max(product.k - begin, 0)
-    return (columns if is_small else min(columns, most)) // unit * unit
+    return max(product.k - begin, 0) // unit * unit
 
 
 class InvariantTile(NamedTuple):
@@ -82,15 +80,11 @@ class InvariantTile(NamedTuple):
 
 
 class InvariantRowsTile(NamedTuple):
-    """block_n columns of the output for a few tokens; block_k elements of the sum at once, num_stages of them in flight.
-
-    ahead: columns of the weights, from the first on, that are requested into the L2 cache while the previous kernel runs
-    """
+    """block_n columns of the output for a few tokens, in a ring of up to `stages` of block_k elements of the sum."""
 
     block_n: int
     block_k: int
-    num_stages: int
-    ahead: int = 0
+    stages: int
 
 
 class InvariantWgmmaTile(NamedTuple):
@@ -122,7 +116,6 @@ the rows of HOPPER_TILES and of `InvariantWgmmaTile` equal in every bit, on an H
 test_row_invariant_compiled.py reads the machine code."""
 LEAST_WGMMA_ROWS = 129
 """The fewest rows that the kernel with the copy engine (row_invariant_wgmma.py) multiplies."""
-
 MOST_FEW_ROWS = 8
 """The most tokens that the kernel for few rows (row_invariant_few.py) multiplies."""
 FUSES_FEW_ROWS = True
@@ -160,17 +153,14 @@ def hopper_invariant_tile(product: Product) -> InvariantTile:
 
 
 def invariant_rows_tile(product: Product) -> InvariantRowsTile:
-    """The tile of a product of few tokens with its norm and gate.
-
-    block_n is the largest that leaves most multiprocessors a program. A gate has two accumulators, of 32 columns at most, so
-    that a multiprocessor has registers for two programs. 128 columns of 8 tokens are repeated in registers (Triton 3.6).
-    """
-    threads = 32 * norm_warps(power_of_2(product.k))
-    columns = (32, 16) if product.gated else (64, 32, 16)
+    """The tile of a product of few tokens with its norm and gate: the largest that leaves most multiprocessors a program. A
+    gate has two accumulators."""
+    columns = (32, 16, 8) if product.gated else (64, 32, 16, 8)
     enough = 0.75 * product.num_sms
     block_n = next((n for n in columns if -(-product.outputs // n) >= enough), columns[-1])
-    stages = min(8, FEW_ROWS_RING // (block_n * 128 * product.dtype.itemsize * (2 if product.gated else 1)))
-    return InvariantRowsTile(block_n, 128, stages, columns_ahead(product, 0, threads // block_n, (stages - 1) * 128))
+    block_k = 64 if product.gated or block_n > 16 else 256
+    row_bytes = block_k * product.dtype.itemsize * (2 if product.gated else 1)
+    return InvariantRowsTile(block_n, block_k, FEW_ROWS_RING // (block_n * row_bytes))
 
 
 def invariant_wgmma_tile(product: Product) -> InvariantWgmmaTile:
