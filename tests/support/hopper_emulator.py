@@ -301,7 +301,7 @@ def _atomic_add(pointer: _Pointer, value: Any, sem: str = "") -> torch.Tensor:
 
 
 def _tensors(function: Callable[..., torch.Tensor], scalars: Callable[..., Any]) -> Callable[..., Any]:
-    def apply(a: Any, b: Any) -> Any:
+    def apply(a: Any, b: Any, propagate_nan: None = None) -> Any:
         if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
             return function(_as_tensor(a), _as_tensor(b))
         return scalars(a, b)
@@ -314,6 +314,7 @@ def _language() -> types.SimpleNamespace:
     anything = lambda *args, **options: None  # noqa: E731
     return types.SimpleNamespace(
         constexpr=lambda x: x,
+        PropagateNan=types.SimpleNamespace(ALL=None),  # as PyTorch does
         tensor=object,
         int8=torch.int8,
         int16=torch.int16,

@@ -121,6 +121,10 @@ def refuses_invariant_rows(product: Product) -> str | None:
         or _other_tokens(product, 1, tiles.MOST_FEW_ROWS)
         or _unless(product.contiguous, "takes contiguous weights, and tokens whose numbers are contiguous")
         or _unless(product.k % 8 == 0, f"takes a multiple of 8 columns, got {product.k}")
+        or _unless(
+            tiles.few_rows_bytes(product) <= tiles.MOST_TOKEN_BYTES,
+            f"keeps up to {tiles.MOST_TOKEN_BYTES} bytes of tokens in shared memory, got {tiles.few_rows_bytes(product)}",
+        )
         # the norm of shorter rows has fewer than the four warps of a wgmma
         or _unless(product.k > FEW_ROWS_COLUMNS, f"takes more than {FEW_ROWS_COLUMNS} columns, got {product.k}")
     )

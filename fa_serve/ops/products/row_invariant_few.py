@@ -7,11 +7,10 @@ the previous kernel has completed. Here one launch does all of that:
 - weights: before a program waits for the previous kernel, the copy engine starts to fill a ring in shared memory with its
   columns of the weights. Two programs fit on a multiprocessor, so the ring of the next product is filled while this one runs,
   and products of a small model find all of their weights in shared memory;
-- the norm: the sum of squares of a row is that of `_rms_norm`, in a tile of the same shape and with the same number of warps.
-  The product reads the normalised row in the input's dtype, as if it had been stored;
-- the product: a chain of `wgmma … k16` over all of k from zero, with 64 rows (tiles.py). The tokens are the first of these
-  rows; the others are zero. They are an operand in registers, so shared memory holds weights only, and the norm of a block of
-  columns is computed while the block before is multiplied;
+- the norm: the sum of squares of a row is that of `_rms_norm`, in a tile of the same width and with the same number of warps.
+  A program keeps the tokens in shared memory, normalised and in the input's dtype, as if they had been stored;
+- the product: a chain of `wgmma … k16` over all of k from zero, with 64 rows (tiles.py). These rows are the tokens, repeated,
+  an operand in registers: each thread loads its numbers once for all rows that it repeats;
 - the gate: both results are rounded to the input's dtype before the activation, as if they had been stored.
 
 Left out: quantised weights, experts, and weights or input whose rows are not contiguous.
@@ -72,6 +71,17 @@ class FewRowsVariant:
         return -(-self.k // self.tile.block_k)
 
     @property
+    def parts(self) -> int:
+        """Blocks of tokens that are loaded at once."""
+        turns = -(-self.blocks // 8)
+        return -(-self.blocks // turns)
+
+    @property
+    def blocks_of_turns(self) -> int:
+        """Blocks of tokens that are stored, in whole turns."""
+        return -(-self.blocks // self.parts) * self.parts
+
+    @property
     def stages(self) -> int:
         return min(self.blocks, self.tile.stages)
 
@@ -91,27 +101,57 @@ class FewRowsVariant:
         return power_of_2(self.k)
 
     @property
+    def norm_rows(self) -> int:
+        """Tokens whose squares are summed at once, so that a thread has 32 numbers at most."""
+        return max(1, min(self.tokens, 1024 * self.warps // self.norm_tile))
+
+    @property
     def norm_layout(self) -> gl.BlockedLayout:
-        """The layout that Triton gives to this tile in `_rms_norm`: the order of the sum of squares depends on it."""
-        return gl.BlockedLayout([self.vector], [32], [self.warps], [0])
+        """For each row, the layout that Triton gives to the tile in `_rms_norm`: the order of the sum depends on it."""
+        return gl.BlockedLayout([1, self.vector], [1, 32], [1, self.warps], [1, 0])
+
+    @property
+    def filling_layout(self) -> gl.BlockedLayout:
+        """Layout in which a block of tokens [tokens, block_k] is stored in shared memory."""
+        each = max(1, min(8, self.tokens * self.tile.block_k // (32 * self.warps)))
+        lanes = min(32, self.tile.block_k // each)
+        warps = min(self.warps, self.tile.block_k // (each * lanes))
+        return gl.BlockedLayout([1, each], [32 // lanes, lanes], [self.warps // warps, warps], [1, 0])
 
     @property
     def product_layout(self) -> gl.NVMMADistributedLayout:
         """Layout of the sums [64, block_n]. With 8 warps, each of two warpgroups has half of the columns."""
         groups = self.warps // 4
-        return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, groups], instr_shape=[16, self.tile.block_n // groups, 16])
+        columns = self.tile.block_n // groups
+        return gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, groups], instr_shape=[16, columns, 16])
 
     @property
-    def token_layout(self) -> gl.DotOperandLayout:
-        """Layout of a block of tokens [64, block_k], the first operand of a product."""
+    def operand_layout(self) -> gl.DotOperandLayout:
+        """Layout of the first operand of a product, [64, block_k]."""
         return gl.DotOperandLayout(operand_index=0, parent=self.product_layout, k_width=2)
+
+    @property
+    def repeated_layout(self) -> gl.DistributedLinearLayout:
+        """`operand_layout` of [64 / tokens, tokens, block_k]."""
+
+        def bases(*places: tuple[int, int]) -> list[list[int]]:
+            return [[row // self.tokens, row % self.tokens, column] for row, column in places]
+
+        columns = [16 << i for i in range((self.tile.block_k // 16).bit_length() - 1)]
+        registers = bases((0, 1), (8, 0), (0, 8), *[(0, column) for column in columns])
+        lanes = bases((0, 2), (0, 4), (1, 0), (2, 0), (4, 0))
+        warps = bases((16, 0), (32, 0), *[(0, 0)] * (self.warps // 8))
+        return gl.DistributedLinearLayout(registers, lanes, warps, [], [64 // self.tokens, self.tokens, self.tile.block_k])
 
 
 class FewRowsArgs(NamedTuple):
-    """What the parts of the kernel read: its arguments, the ring of weights [halves * stages, block_n, block_k], and a barrier
-    for each stage, which says that its weights are there.
+    """What the parts of the kernel read: its arguments, and shared memory.
 
-    w: a tensor descriptor
+    w:       a tensor descriptor
+    ring:    weights, [halves * stages, block_n, block_k]
+    full:    a barrier for each stage, which says that its weights are there
+    tokens:  [blocks, tokens, block_k], as the product reads them
+    factors: of the norm, [tokens]
     """
 
     w: gl.tensor
@@ -123,6 +163,8 @@ class FewRowsArgs(NamedTuple):
     stride_x: gl.tensor
     ring: gl.tensor
     full: gl.tensor
+    tokens: gl.tensor
+    factors: gl.tensor
 
 
 @gluon.jit
@@ -139,54 +181,74 @@ def _copy_weights(block, args, var: gl.constexpr):
 
 
 @gluon.jit
-def _norm_factors(args, var: gl.constexpr):
-    """[64]: 1 / sqrt(mean(x^2) + eps) of each token, as `norm_factor` computes it, and 0 for the other rows."""
+def _find_factors(args, var: gl.constexpr):
+    """Store 1 / sqrt(mean(x^2) + eps) of each token, as `norm_factor` computes it."""
     TOKENS: gl.constexpr = var.tokens
+    ROWS: gl.constexpr = var.norm_rows
     TILE: gl.constexpr = var.norm_tile
     LAYOUT: gl.constexpr = var.norm_layout
-    rows = gl.arange(0, 64, layout=gl.SliceLayout(1, var.token_layout))
-    columns = gl.arange(0, TILE, layout=LAYOUT)
-    factors = gl.zeros([64], gl.float32, layout=gl.SliceLayout(1, var.token_layout))
-    for i in gl.static_range(TOKENS):
-        token = gl.minimum(i, args.rows - 1).to(gl.int64)
-        x = gl.load(args.x + token * args.stride_x + columns, mask=columns < var.k, other=0.0).to(gl.float32)
-        factor = gl.rsqrt(gl.sum(x * x, 0) / var.k + args.eps)
-        factors = gl.where((rows == i) & (rows < args.rows), factor, factors)
-    return factors
+    columns = gl.expand_dims(gl.arange(0, TILE, layout=gl.SliceLayout(0, LAYOUT)), 0)
+    for first in gl.static_range(0, TOKENS, ROWS):
+        rows = gl.minimum(first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT)), args.rows - 1)
+        places = gl.expand_dims(rows.to(gl.int64) * args.stride_x, 1) + columns
+        x = gl.load(args.x + places, mask=columns < var.k, other=0.0).to(gl.float32)
+        args.factors.slice(first, ROWS, 0).store(gl.rsqrt(gl.sum(x * x, 1) / var.k + args.eps))
 
 
 @gluon.jit
 def _load_tokens(block, args, var: gl.constexpr):
-    """A block of columns of the tokens [64, block_k], and of the norm's weight [block_k] if there is one; zeros behind the last
-    ones."""
+    """A block of columns of the tokens [tokens, block_k], and of the norm's weight [1, block_k] if there is one; zeros behind
+    the last ones."""
+    TOKENS: gl.constexpr = var.tokens
     BLOCK_K: gl.constexpr = var.tile.block_k
-    rows = gl.arange(0, 64, layout=gl.SliceLayout(1, var.token_layout))
-    columns = BLOCK_K * block + gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, var.token_layout))
-    places = gl.expand_dims(rows.to(gl.int64) * args.stride_x, 1) + gl.expand_dims(columns, 0)
-    keep = gl.expand_dims(rows < args.rows, 1) & gl.expand_dims(columns < var.k, 0)
-    x = gl.load(args.x + places, mask=keep, other=0.0)
+    LAYOUT: gl.constexpr = var.filling_layout
+    rows = gl.expand_dims(gl.arange(0, TOKENS, layout=gl.SliceLayout(1, LAYOUT)), 1)
+    columns = BLOCK_K * block + gl.expand_dims(gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, LAYOUT)), 0)
+    inside = columns < var.k
+    x = gl.load(args.x + (rows.to(gl.int64) * args.stride_x + columns), mask=(rows < args.rows) & inside, other=0.0)
     weight = columns
     if var.normed:
-        weight = gl.load(args.norm + columns, mask=columns < var.k, other=0.0)
+        weight = gl.load(args.norm + columns, mask=inside, other=0.0)
     return x, weight
 
 
 @gluon.jit
-def _operand(x, weight, factors, args, var: gl.constexpr):
-    """A block of tokens as the product reads it: normalised and rounded, as `_rms_norm` stores it."""
-    y = x
+def _fill_tokens(args, var: gl.constexpr):
+    """Store the tokens in shared memory, normalised and rounded as `_rms_norm` stores them. The blocks of a turn are loaded
+    before the first of them is stored."""
+    BLOCKS: gl.constexpr = var.blocks
+    PARTS: gl.constexpr = var.parts
+    LAYOUT: gl.constexpr = var.filling_layout
     if var.normed:
-        scaled = x.to(gl.float32) * gl.expand_dims(factors, 1)
-        y = (scaled * gl.expand_dims(weight.to(gl.float32) + args.offset, 0)).to(x.dtype)
-    return y
+        _find_factors(args, var)
+    for first in range(0, BLOCKS, PARTS):
+        loaded = ()
+        for part in gl.static_range(PARTS):
+            loaded += (_load_tokens(first + part, args, var),)
+        for part in gl.static_range(PARTS):
+            x, weight = loaded[part]
+            if var.normed:
+                factors = gl.expand_dims(args.factors.load(gl.SliceLayout(1, LAYOUT)), 1)
+                x = (x.to(gl.float32) * factors * (weight.to(gl.float32) + args.offset)).to(x.dtype)
+            args.tokens.index(first + part).store(x)
 
 
 @gluon.jit
-def _start_products(acc, up, y, stage, args, var: gl.constexpr):
+def _operand(block, args, var: gl.constexpr):
+    """A block of tokens [64, block_k], repeated in registers."""
+    BLOCK_K: gl.constexpr = var.tile.block_k
+    REPEATS: gl.constexpr = 64 // var.tokens
+    x = args.tokens.index(block).load(gl.SliceLayout(0, var.repeated_layout))
+    x = gl.expand_dims(x, 0).broadcast_to([REPEATS, var.tokens, BLOCK_K])
+    return gl.convert_layout(gl.reshape(x, [64, BLOCK_K]), var.operand_layout, assert_trivial=True)
+
+
+@gluon.jit
+def _start_products(acc, up, x, stage, args, var: gl.constexpr):
     """Start the products of a block of tokens with the weights of a stage."""
-    acc = warpgroup_mma(y, args.ring.index(stage).permute((1, 0)), acc, is_async=True)
+    acc = warpgroup_mma(x, args.ring.index(stage).permute((1, 0)), acc, is_async=True)
     if var.gated:
-        up = warpgroup_mma(y, args.ring.index(var.stages + stage).permute((1, 0)), up, is_async=True)
+        up = warpgroup_mma(x, args.ring.index(var.stages + stage).permute((1, 0)), up, is_async=True)
     return acc, up
 
 
@@ -206,21 +268,14 @@ def _sum_products(args, var: gl.constexpr):
     BLOCKS: gl.constexpr = var.blocks
     BLOCK_N: gl.constexpr = var.tile.block_n
     SUMS: gl.constexpr = var.product_layout
-    factors = gl.zeros([64], gl.float32, layout=gl.SliceLayout(1, var.token_layout))
-    x, weight = _load_tokens(0, args, var)
-    if var.normed:
-        factors = _norm_factors(args, var)
-    y = _operand(x, weight, factors, args, var)
-    x, weight = _load_tokens(1, args, var)
     acc = gl.zeros([64, BLOCK_N], gl.float32, layout=SUMS)
     up = acc
+    x = _operand(0, args, var)
     for block in range(BLOCKS):
         stage = block % STAGES
         mbarrier.wait(args.full.index(stage), (block // STAGES) & 1)
-        acc, up = _start_products(acc, up, y, stage, args, var)
-        # tokens are loaded two blocks ahead, and normalised while the block before them is multiplied
-        y = _operand(x, weight, factors, args, var)
-        x, weight = _load_tokens(block + 2, args, var)
+        acc, up = _start_products(acc, up, x, stage, args, var)
+        x = _operand(gl.minimum(block + 1, BLOCKS - 1), args, var)
         acc, up = _wait_products(acc, up, var)
         if BLOCKS > STAGES:
             sync_threads()  # all warps have multiplied this stage
@@ -274,6 +329,11 @@ def invariant_rows(
     BLOCK_K: gl.constexpr = var.tile.block_k
     ring = gl.allocate_shared_memory(w_desc.dtype, [RING, BLOCK_N, BLOCK_K], LAYOUT)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    TOKENS: gl.constexpr = var.tokens
+    ROOM: gl.constexpr = var.blocks_of_turns
+    # a row of 8 numbers is at another place in each of 8 tokens, so that they lie in different banks
+    tokens = gl.allocate_shared_memory(x_ptr.dtype.element_ty, [ROOM, TOKENS, BLOCK_K], gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
+    factors = gl.allocate_shared_memory(gl.float32, [TOKENS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
     fence_async_shared()
@@ -288,11 +348,14 @@ def invariant_rows(
         stride_x=stride_x,
         ring=ring,
         full=full,
+        tokens=tokens,
+        factors=factors,
     )
     # no kernel writes weights, so they may be copied before the previous kernel ends
     for block in range(STAGES):
         _copy_weights(block, args, var)
     wait_for_previous_kernel(True)
+    _fill_tokens(args, var)
     acc, up = _sum_products(args, var)
     _store_outputs(acc, up, bias_ptr, residual_ptr, out_ptr, alpha, args, var)
 

@@ -125,9 +125,11 @@ tests/gpu/test_rollouts_gpu.py compares the bits; it must be off where that test
 FEW_ROWS_IN_USUAL_MODE = False
 """The switch for 2 to MOST_FEW_ROWS tokens in the usual mode, whose norms and gates have launches of their kind. It is off,
 because it has not been measured. Plans that exist keep their kernel when it changes (`PLANS.clear()`)."""
-FEW_ROWS_RING = 96 << 10
-"""Bytes of weights that a program for few rows has in flight at most: two programs then fit on a multiprocessor of Hopper, so
-that those of the next launch may start before the last ones of this launch end."""
+FEW_ROWS_ROOM = 112 << 10
+"""Bytes of shared memory for the tokens and the weights of a program for few rows: two programs then fit on a multiprocessor of
+Hopper, so that those of the next launch may start before the last ones of this launch end."""
+MOST_TOKEN_BYTES = 64 << 10
+"""Bytes of the tokens, so that there is room for weights."""
 
 
 def invariant_tile(product: Product) -> InvariantTile:
@@ -158,9 +160,14 @@ def invariant_rows_tile(product: Product) -> InvariantRowsTile:
     columns = (32, 16, 8) if product.gated else (64, 32, 16, 8)
     enough = 0.75 * product.num_sms
     block_n = next((n for n in columns if -(-product.outputs // n) >= enough), columns[-1])
-    block_k = 64 if product.gated or block_n > 16 else 256
-    row_bytes = block_k * product.dtype.itemsize * (2 if product.gated else 1)
-    return InvariantRowsTile(block_n, block_k, FEW_ROWS_RING // (block_n * row_bytes))
+    block_k = 128 if product.gated else 256
+    stage_bytes = block_n * block_k * product.dtype.itemsize * (2 if product.gated else 1)
+    return InvariantRowsTile(block_n, block_k, (FEW_ROWS_ROOM - few_rows_bytes(product)) // stage_bytes)
+
+
+def few_rows_bytes(product: Product) -> int:
+    """Bytes of the tokens of a product of few tokens in shared memory, for a power of two of tokens and whole blocks."""
+    return power_of_2(product.tokens) * -(-product.k // 256) * 256 * product.dtype.itemsize
 
 
 def invariant_wgmma_tile(product: Product) -> InvariantWgmmaTile:

@@ -62,6 +62,12 @@ ROWS = {"values": "float8", "n": 6144, "group": 0}
             "is used in deterministic mode only (products/tiles.py:FEW_ROWS_IN_USUAL_MODE)",
         ),
         ("invariant_rows", dense("float", invariant=True, tokens=9), "multiplies 1 to 8 tokens, got 9"),
+        ("invariant_rows", dense("float", invariant=True, k=1020), "takes a multiple of 8 columns, got 1020"),
+        (
+            "invariant_rows",
+            dense("float", invariant=True, k=14336),
+            "keeps up to 65536 bytes of tokens in shared memory, got 229376",
+        ),
         ("invariant_rows", dense("float", invariant=True, k=512), "takes more than 512 columns, got 512"),
         (
             "invariant_rows",

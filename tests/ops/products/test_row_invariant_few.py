@@ -92,35 +92,38 @@ CALLS = {
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_it_is_right(call: Call) -> None:
-    call.check(InvariantRowsTile(16, 4))
+    call.check(InvariantRowsTile(16, 64, 4))
 
 
 @pytest.mark.parametrize(("block_n", "stages"), [(8, 1), (8, 64), (32, 3), (64, 2)])
 def test_tiles_and_rings(block_n: int, stages: int) -> None:
     """A ring is as long as the columns at most, and goes round otherwise."""
-    Call(2, k=640, n=72, norm=True).check(InvariantRowsTile(block_n, stages), resident_blocks=2)
+    Call(2, k=640, n=72, norm=True).check(InvariantRowsTile(block_n, 128, stages), resident_blocks=2)
 
 
 def test_the_residual_is_updated_in_place() -> None:
     x, weight, *_, residual = Call(2, residual=True).tensors()
     with emulated():
-        out = plan_invariant_rows(Call(2).product, InvariantRowsTile(16, 4), Details())(x, weight, None, None, residual)
+        out = plan_invariant_rows(Call(2).product, InvariantRowsTile(16, 64, 4), Details())(x, weight, None, None, residual)
     assert out is residual
 
 
 FAULTS = {
-    "a stage is copied before it is multiplied": ("if block + STAGES < BLOCKS:", "if block + STAGES < BLOCKS + 0 * STAGES and block > 0:"),
-    "weights of another block": ("async_load(args.w, [row, 64 * block], full", "async_load(args.w, [row, 0 * block], full"),
-    "gates are multiplied with themselves": ("[var.n + row, 64 * block]", "[row, 64 * block]"),
-    "tokens of the block before": ("x, weight = _load_tokens(block + 2, args, var)", "x, weight = _load_tokens(block + 1, args, var)"),
-    "the mean of the padded tile": ("gl.sum(x * x, 0) / var.k", "gl.sum(x * x, 0) / var.norm_tile"),
-    "one factor for all tokens": ("(rows == i) & (rows < args.rows)", "(rows >= 0) & (rows < args.rows)"),
+    "a stage is copied before it is multiplied": ("acc, up = _wait_products(acc, up, var)\n        if BLOCKS", "if BLOCKS"),
+    "the stage before it is copied": ("_copy_weights(block + STAGES, args, var)", "_copy_weights(block + STAGES - 1, args, var)"),
+    "weights of another block": ("async_load(args.w, [row, var.tile.block_k * block]", "async_load(args.w, [row, 0 * block]"),
+    "gates are multiplied with themselves": ("[var.n + row, var.tile.block_k * block]", "[row, var.tile.block_k * block]"),
+    "tokens of the block before": ("_operand(gl.minimum(block + 1, BLOCKS - 1), args, var)", "_operand(block, args, var)"),
+    "a turn stores its first block only": ("args.tokens.index(first + part).store(x)", "args.tokens.index(first).store(x)"),
+    "the mean of the padded tile": ("gl.sum(x * x, 1) / var.k", "gl.sum(x * x, 1) / var.norm_tile"),
+    "the factor of the first token for all": ("rows = gl.minimum(first + gl.arange(0, ROWS", "rows = gl.minimum(0 * gl.arange(0, ROWS"),
     "the offset is left out": ("weight.to(gl.float32) + args.offset", "weight.to(gl.float32)"),
-    "the gate is not rounded": ("gate = acc.to(out_ptr.dtype.element_ty).to(gl.float32)", "gate = acc + 1"),
+    "the sum is not gated": ("acc = activate(gate, var.kind) * up", "acc = gate * up"),
+    "tokens behind the last one are stored": ("gl.expand_dims(rows < args.rows, 1) & gl", "gl.expand_dims(rows < 4, 1) & gl"),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults_are_found(fault: str) -> None:
     with pytest.raises((AssertionError, EmulationError, IndexError)):
-        Call(3, norm=True, activation="silu").check(InvariantRowsTile(16, 4), faults=dict([FAULTS[fault]]))
+        Call(3, norm=True, activation="silu").check(InvariantRowsTile(16, 64, 4), faults=dict([FAULTS[fault]]))
