@@ -41,6 +41,7 @@ from fa_serve.ops.elementwise.activation import ACTIVATION_KINDS, activate
 from fa_serve.ops.products.problem import Details, Multiply, Product
 from fa_serve.ops.products.tiles import InvariantRowsTile
 
+
 @dataclass(frozen=True)
 class FewRowsVariant:
     """Everything that is fixed when the kernel is compiled, passed as one constexpr.
@@ -226,7 +227,7 @@ def _fill_tokens(args, var: gl.constexpr):
         for part in gl.static_range(PARTS):
             loaded += (_load_tokens(first + part, args, var),)
         for part in gl.static_range(PARTS):
-            x, weight = loaded[part]
+            x, weight = loaded[part]  # type: ignore[var-annotated]
             if var.normed:
                 factors = gl.expand_dims(args.factors.load(gl.SliceLayout(1, LAYOUT)), 1)
                 x = (x.to(gl.float32) * factors * (weight.to(gl.float32) + args.offset)).to(x.dtype)
@@ -332,7 +333,9 @@ def invariant_rows(
     TOKENS: gl.constexpr = var.tokens
     ROOM: gl.constexpr = var.blocks_of_turns
     # a row of 8 numbers is at another place in each of 8 tokens, so that they lie in different banks
-    tokens = gl.allocate_shared_memory(x_ptr.dtype.element_ty, [ROOM, TOKENS, BLOCK_K], gl.SwizzledSharedLayout(8, 1, 8, [1, 0]))
+    tokens = gl.allocate_shared_memory(
+        x_ptr.dtype.element_ty, [ROOM, TOKENS, BLOCK_K], gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+    )
     factors = gl.allocate_shared_memory(gl.float32, [TOKENS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)

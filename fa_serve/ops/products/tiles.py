@@ -160,7 +160,7 @@ def invariant_rows_tile(product: Product) -> InvariantRowsTile:
     columns = (32, 16, 8) if product.gated else (64, 32, 16, 8)
     enough = 0.75 * product.num_sms
     block_n = next((n for n in columns if -(-product.outputs // n) >= enough), columns[-1])
-    block_k = 128 if product.gated else 256
+    block_k = 256 if block_n <= 16 and not product.gated else 128
     stage_bytes = block_n * block_k * product.dtype.itemsize * (2 if product.gated else 1)
     return InvariantRowsTile(block_n, block_k, (FEW_ROWS_ROOM - few_rows_bytes(product)) // stage_bytes)
 

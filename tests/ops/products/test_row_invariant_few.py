@@ -110,13 +110,19 @@ def test_the_residual_is_updated_in_place() -> None:
 
 FAULTS = {
     "a stage is copied before it is multiplied": ("acc, up = _wait_products(acc, up, var)\n        if BLOCKS", "if BLOCKS"),
-    "the stage before it is copied": ("_copy_weights(block + STAGES, args, var)", "_copy_weights(block + STAGES - 1, args, var)"),
+    "the stage before it is copied": (
+        "_copy_weights(block + STAGES, args, var)",
+        "_copy_weights(block + STAGES - 1, args, var)",
+    ),
     "weights of another block": ("async_load(args.w, [row, var.tile.block_k * block]", "async_load(args.w, [row, 0 * block]"),
     "gates are multiplied with themselves": ("[var.n + row, var.tile.block_k * block]", "[row, var.tile.block_k * block]"),
     "tokens of the block before": ("_operand(gl.minimum(block + 1, BLOCKS - 1), args, var)", "_operand(block, args, var)"),
     "a turn stores its first block only": ("args.tokens.index(first + part).store(x)", "args.tokens.index(first).store(x)"),
     "the mean of the padded tile": ("gl.sum(x * x, 1) / var.k", "gl.sum(x * x, 1) / var.norm_tile"),
-    "the factor of the first token for all": ("rows = gl.minimum(first + gl.arange(0, ROWS", "rows = gl.minimum(0 * gl.arange(0, ROWS"),
+    "the factor of the first token for all": (
+        "rows = gl.minimum(first + gl.arange(0, ROWS",
+        "rows = gl.minimum(0 * gl.arange(0, ROWS",
+    ),
     "the offset is left out": ("weight.to(gl.float32) + args.offset", "weight.to(gl.float32)"),
     "the sum is not gated": ("acc = activate(gate, var.kind) * up", "acc = gate * up"),
     "tokens behind the last one are stored": ("gl.expand_dims(rows < args.rows, 1) & gl", "gl.expand_dims(rows < 4, 1) & gl"),
