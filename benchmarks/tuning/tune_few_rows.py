@@ -52,7 +52,7 @@ class Layer:
 
     def __init__(self, shape: Shape) -> None:
         def weight(n: int, k: int) -> Tensor:
-            return torch.randn(n, k, device="cuda", dtype=BF16) / k**0.5
+            return torch.randn(n, k, device="cuda", dtype=BF16).div_(k**0.5)
 
         self.shape = shape
         self.norm = ops.Norm(torch.rand(shape.hidden, device="cuda", dtype=BF16) + 0.5, 1e-6)

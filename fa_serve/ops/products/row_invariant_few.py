@@ -4,9 +4,9 @@ Gluon.
 `_invariant_linear` needs one launch for the norm before it and another one for the gate behind it, and reads no weights before
 the previous kernel has completed. Here one launch does all of that:
 
-- weights: before a program waits for the previous kernel, the copy engine starts to fill a ring in shared memory with its
-  columns of the weights. Two programs fit on a multiprocessor, so the ring of the next product is filled while this one runs,
-  and products of a small model find all of their weights in shared memory;
+- weights: before a program waits for the previous kernel, the copy engine starts to fill a ring in shared memory with rows of
+  the weights. There is one program for each multiprocessor, which leaves room for one of the next product, so that its ring is
+  filled while this one runs. Products of a small model find all of their weights in shared memory;
 - the norm: the sum of squares of a row is that of `_rms_norm`, in a tile of the same width and with the same number of warps.
   A program keeps the tokens in shared memory, normalised and in the input's dtype, as if they had been stored;
 - the product: a chain of `wgmma … k16` over all of k from zero, with 64 rows (tiles.py). These rows are the tokens, repeated,
@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from math import gcd
 from typing import NamedTuple
 
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -53,6 +52,7 @@ class FewRowsVariant:
     normed: whether the tokens are normalised
     vector: numbers of a token that a thread loads at once where it sums squares, as Triton chooses for `_rms_norm`
     warps:  of a program
+    programs: of a launch
     """
 
     tile: InvariantRowsTile
@@ -65,6 +65,7 @@ class FewRowsVariant:
     normed: bool
     vector: int
     warps: int
+    programs: int
 
     @property
     def blocks(self) -> int:
@@ -83,8 +84,18 @@ class FewRowsVariant:
         return -(-self.blocks // self.parts) * self.parts
 
     @property
+    def tiles(self) -> int:
+        """Tiles of the output, each of which one program computes."""
+        return -(-self.n // self.tile.block_n)
+
+    @property
+    def most_blocks(self) -> int:
+        """The most blocks of weights that a program reads."""
+        return self.blocks * -(-self.tiles // self.programs)
+
+    @property
     def stages(self) -> int:
-        return min(self.blocks, self.tile.stages)
+        return min(self.most_blocks, self.tile.stages)
 
     @property
     def halves(self) -> int:
@@ -153,6 +164,7 @@ class FewRowsArgs(NamedTuple):
     full:    a barrier for each stage, which says that its weights are there
     tokens:  [blocks, tokens, block_k], as the product reads them
     factors: of the norm, [tokens]
+    count:   how many blocks of weights this program reads
     """
 
     w: gl.tensor
@@ -166,19 +178,21 @@ class FewRowsArgs(NamedTuple):
     full: gl.tensor
     tokens: gl.tensor
     factors: gl.tensor
+    count: gl.tensor
 
 
 @gluon.jit
-def _copy_weights(block, args, var: gl.constexpr):
-    """Start to copy a block of columns of this program's weights."""
+def _copy_weights(at, args, var: gl.constexpr):
+    """Start to copy the block of weights that this program reads as its `at`-th one: those of its tiles follow one another."""
     STAGES: gl.constexpr = var.stages
-    stage = block % STAGES
-    row = gl.program_id(0) * var.tile.block_n
+    stage = at % STAGES
+    row = (gl.program_id(0) + at // var.blocks * var.programs) * var.tile.block_n
+    column = at % var.blocks * var.tile.block_k
     full = args.full.index(stage)
     mbarrier.expect(full, var.copied_bytes)
-    async_load(args.w, [row, var.tile.block_k * block], full, args.ring.index(stage))
+    async_load(args.w, [row, column], full, args.ring.index(stage))
     if var.gated:
-        async_load(args.w, [var.n + row, var.tile.block_k * block], full, args.ring.index(STAGES + stage))
+        async_load(args.w, [var.n + row, column], full, args.ring.index(STAGES + stage))
 
 
 @gluon.jit
@@ -197,41 +211,64 @@ def _find_factors(args, var: gl.constexpr):
 
 
 @gluon.jit
-def _load_tokens(block, args, var: gl.constexpr):
-    """A block of columns of the tokens [tokens, block_k], and of the norm's weight [1, block_k] if there is one; zeros behind
-    the last ones."""
+def _load_tokens(first, args, var: gl.constexpr):
+    """Blocks of columns of the tokens, [tokens, block_k] each, as many as a turn has; zeros behind the last ones."""
     TOKENS: gl.constexpr = var.tokens
     BLOCK_K: gl.constexpr = var.tile.block_k
     LAYOUT: gl.constexpr = var.filling_layout
+    PARTS: gl.constexpr = var.parts
     rows = gl.expand_dims(gl.arange(0, TOKENS, layout=gl.SliceLayout(1, LAYOUT)), 1)
-    columns = BLOCK_K * block + gl.expand_dims(gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, LAYOUT)), 0)
-    inside = columns < var.k
-    x = gl.load(args.x + (rows.to(gl.int64) * args.stride_x + columns), mask=(rows < args.rows) & inside, other=0.0)
-    weight = columns
-    if var.normed:
-        weight = gl.load(args.norm + columns, mask=inside, other=0.0)
-    return x, weight
+    columns = first * BLOCK_K + gl.expand_dims(gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, LAYOUT)), 0)
+    places = rows.to(gl.int64) * args.stride_x + columns
+    loaded = ()
+    for part in gl.static_range(PARTS):
+        keep = (rows < args.rows) & (columns + part * BLOCK_K < var.k)
+        loaded += (gl.load(args.x + (places + part * BLOCK_K), mask=keep, other=0.0),)
+    return loaded
 
 
 @gluon.jit
-def _fill_tokens(args, var: gl.constexpr):
-    """Store the tokens in shared memory, normalised and rounded as `_rms_norm` stores them. The blocks of a turn are loaded
-    before the first of them is stored."""
+def _load_norm(first, args, var: gl.constexpr):
+    """The same columns of the norm's weight, [1, block_k] each."""
+    BLOCK_K: gl.constexpr = var.tile.block_k
+    PARTS: gl.constexpr = var.parts
+    columns = first * BLOCK_K + gl.expand_dims(gl.arange(0, BLOCK_K, layout=gl.SliceLayout(0, var.filling_layout)), 0)
+    loaded = ()
+    for part in gl.static_range(PARTS):
+        at = columns + part * BLOCK_K
+        loaded += (gl.load(args.norm + at, mask=at < var.k, other=0.0),)
+    return loaded
+
+
+@gluon.jit
+def _store_tokens(first, blocks, weights, args, var: gl.constexpr):
+    """Store blocks of tokens, normalised and rounded as `_rms_norm` stores them."""
+    PARTS: gl.constexpr = var.parts
+    if var.normed:
+        factors = gl.expand_dims(args.factors.load(gl.SliceLayout(1, var.filling_layout)), 1)
+        for part in gl.static_range(PARTS):
+            x = blocks[part]
+            weight = weights[part].to(gl.float32) + args.offset
+            args.tokens.index(first + part).store((x.to(gl.float32) * factors * weight).to(x.dtype))
+    else:
+        for part in gl.static_range(PARTS):
+            args.tokens.index(first + part).store(blocks[part])
+
+
+@gluon.jit
+def _fill_tokens(weights, args, var: gl.constexpr):
+    """Store the tokens in shared memory. `weights`: of the norm, of the blocks of the first turn."""
     BLOCKS: gl.constexpr = var.blocks
     PARTS: gl.constexpr = var.parts
-    LAYOUT: gl.constexpr = var.filling_layout
+    blocks = _load_tokens(0, args, var)  # before the factors are known
     if var.normed:
         _find_factors(args, var)
-    for first in range(0, BLOCKS, PARTS):
-        loaded = ()
-        for part in gl.static_range(PARTS):
-            loaded += (_load_tokens(first + part, args, var),)
-        for part in gl.static_range(PARTS):
-            x, weight = loaded[part]  # type: ignore[var-annotated]
-            if var.normed:
-                factors = gl.expand_dims(args.factors.load(gl.SliceLayout(1, LAYOUT)), 1)
-                x = (x.to(gl.float32) * factors * (weight.to(gl.float32) + args.offset)).to(x.dtype)
-            args.tokens.index(first + part).store(x)
+    _store_tokens(0, blocks, weights, args, var)
+    for first in range(PARTS, BLOCKS, PARTS):
+        blocks = _load_tokens(first, args, var)
+        if var.normed:
+            weights = _load_norm(first, args, var)
+        _store_tokens(first, blocks, weights, args, var)
 
 
 @gluon.jit
@@ -254,17 +291,21 @@ def _start_products(acc, up, x, stage, args, var: gl.constexpr):
 
 
 @gluon.jit
-def _wait_products(acc, up, var: gl.constexpr):
+def _wait_products(acc, up, pending: gl.constexpr, var: gl.constexpr):
+    """Wait until the products of `pending` blocks at most are running."""
     if var.gated:
-        acc, up = warpgroup_mma_wait(0, deps=[acc, up])
+        acc, up = warpgroup_mma_wait(2 * pending, deps=[acc, up])
     else:
-        acc = warpgroup_mma_wait(0, deps=[acc])
+        acc = warpgroup_mma_wait(pending, deps=[acc])
     return acc, up
 
 
 @gluon.jit
-def _sum_products(args, var: gl.constexpr):
-    """The sums over k for gates and for what is gated, [64, block_n] each. Without a gate the second is zero."""
+def _sum_products(at, args, var: gl.constexpr):
+    """The sums over k of a tile for gates and for what is gated, [64, block_n] each. Without a gate the second is zero.
+
+    at: how many blocks of weights this program has read before
+    """
     STAGES: gl.constexpr = var.stages
     BLOCKS: gl.constexpr = var.blocks
     BLOCK_N: gl.constexpr = var.tile.block_n
@@ -273,25 +314,39 @@ def _sum_products(args, var: gl.constexpr):
     up = acc
     x = _operand(0, args, var)
     for block in range(BLOCKS):
-        stage = block % STAGES
-        mbarrier.wait(args.full.index(stage), (block // STAGES) & 1)
+        stage = at % STAGES
+        mbarrier.wait(args.full.index(stage), (at // STAGES) & 1)
         acc, up = _start_products(acc, up, x, stage, args, var)
         x = _operand(gl.minimum(block + 1, BLOCKS - 1), args, var)
-        acc, up = _wait_products(acc, up, var)
-        if BLOCKS > STAGES:
-            sync_threads()  # all warps have multiplied this stage
-            if block + STAGES < BLOCKS:
-                _copy_weights(block + STAGES, args, var)
+        acc, up = _wait_products(acc, up, 1, var)
+        if var.most_blocks > STAGES:
+            sync_threads()  # all warps have multiplied the stage before
+            if (at > 0) & (at - 1 + STAGES < args.count):
+                _copy_weights(at - 1 + STAGES, args, var)
+        at = at + 1
+    acc, up = _wait_products(acc, up, 0, var)
     return acc, up
 
 
 @gluon.jit
-def _store_outputs(acc, up, bias_ptr, residual_ptr, out_ptr, alpha, args, var: gl.constexpr):
-    """Add the bias, gate, and store as `store_product` does."""
+def _load_beside(pointer, first, args, var: gl.constexpr):
+    """[64, block_n] of the residual, for a tile whose columns begin at `first`."""
     BLOCK_N: gl.constexpr = var.tile.block_n
-    rows = gl.arange(0, 64, layout=gl.SliceLayout(1, var.product_layout))
-    columns = gl.program_id(0) * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, var.product_layout))
+    rows = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(1, var.product_layout)), 1)
+    columns = first + gl.expand_dims(gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, var.product_layout)), 0)
+    return gl.load(pointer + (rows.to(gl.int64) * var.n + columns), mask=(rows < args.rows) & (columns < var.n), other=0.0)
+
+
+@gluon.jit
+def _compute_tile(tile, at, bias_ptr, residual_ptr, out_ptr, alpha, args, var: gl.constexpr):
+    """Compute a tile, add the bias, gate, and store as `store_product` does."""
+    BLOCK_N: gl.constexpr = var.tile.block_n
+    rows = gl.expand_dims(gl.arange(0, 64, layout=gl.SliceLayout(1, var.product_layout)), 1)
+    columns = tile * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, var.product_layout))
     inside = columns < var.n
+    if residual_ptr is not None:  # it is loaded while the products are computed
+        residual = _load_beside(residual_ptr, tile * BLOCK_N, args, var)
+    acc, up = _sum_products(at, args, var)
     if bias_ptr is not None:
         acc = acc + gl.expand_dims(gl.load(bias_ptr + columns, mask=inside, other=0.0).to(gl.float32), 0)
     if var.gated:
@@ -299,11 +354,10 @@ def _store_outputs(acc, up, bias_ptr, residual_ptr, out_ptr, alpha, args, var: g
             up = up + gl.expand_dims(gl.load(bias_ptr + var.n + columns, mask=inside, other=0.0).to(gl.float32), 0)
         gate = acc.to(out_ptr.dtype.element_ty).to(gl.float32)
         acc = activate(gate, var.kind) * up.to(out_ptr.dtype.element_ty).to(gl.float32)
-    keep = gl.expand_dims(rows < args.rows, 1) & gl.expand_dims(inside, 0)
-    places = gl.expand_dims(rows.to(gl.int64) * var.n, 1) + gl.expand_dims(columns, 0)
     if residual_ptr is not None:
-        acc = gl.load(residual_ptr + places, mask=keep, other=0.0).to(gl.float32) + alpha * acc
-    gl.store(out_ptr + places, acc.to(out_ptr.dtype.element_ty), mask=keep)
+        acc = residual.to(gl.float32) + alpha * acc
+    places = rows.to(gl.int64) * var.n + gl.expand_dims(columns, 0)
+    gl.store(out_ptr + places, acc.to(out_ptr.dtype.element_ty), mask=(rows < args.rows) & gl.expand_dims(inside, 0))
 
 
 @gluon.jit(do_not_specialize=["rows"])
@@ -321,7 +375,7 @@ def invariant_rows(
     stride_x,
     var: gl.constexpr,
 ):
-    """A program computes block_n columns of the output for all tokens, of which there are `rows`."""
+    """A program computes tile after tile: block_n columns of the output for all tokens, of which there are `rows`."""
     STAGES: gl.constexpr = var.stages
     RING: gl.constexpr = STAGES * var.halves
     BLOCK_N: gl.constexpr = var.tile.block_n
@@ -332,15 +386,16 @@ def invariant_rows(
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     TOKENS: gl.constexpr = var.tokens
     ROOM: gl.constexpr = var.blocks_of_turns
-    # a row of 8 numbers is at another place in each of 8 tokens, so that they lie in different banks
-    tokens = gl.allocate_shared_memory(
-        x_ptr.dtype.element_ty, [ROOM, TOKENS, BLOCK_K], gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
-    )
-    factors = gl.allocate_shared_memory(gl.float32, [TOKENS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    # eight numbers of a column are at another place in each of 8 tokens, so that they lie in different banks
+    SWIZZLED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    tokens = gl.allocate_shared_memory(x_ptr.dtype.element_ty, [ROOM, TOKENS, BLOCK_K], SWIZZLED)
+    factors = gl.allocate_shared_memory(gl.float32, [TOKENS], PLAIN)
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
     fence_async_shared()
     sync_threads()
+    program = gl.program_id(0)
     args = FewRowsArgs(
         w=w_desc,
         x=x_ptr,
@@ -353,14 +408,22 @@ def invariant_rows(
         full=full,
         tokens=tokens,
         factors=factors,
+        count=((var.tiles - 1 - program) // var.programs + 1) * var.blocks,
     )
-    # no kernel writes weights, so they may be copied before the previous kernel ends
-    for block in range(STAGES):
-        _copy_weights(block, args, var)
+    # no kernel of a step writes weights, so they may be read before the previous kernel ends
+    for i in range(STAGES):
+        if i < args.count:
+            _copy_weights(i, args, var)
+    weights = ()
+    if var.normed:
+        weights = _load_norm(0, args, var)
     wait_for_previous_kernel(True)
-    _fill_tokens(args, var)
-    acc, up = _sum_products(args, var)
-    _store_outputs(acc, up, bias_ptr, residual_ptr, out_ptr, alpha, args, var)
+    _fill_tokens(weights, args, var)
+    at = program * 0
+    while program < var.tiles:
+        _compute_tile(program, at, bias_ptr, residual_ptr, out_ptr, alpha, args, var)
+        at = at + var.blocks
+        program = program + var.programs
 
 
 def plan_invariant_rows(product: Product, tile: InvariantRowsTile, details: Details) -> Multiply:
@@ -372,14 +435,19 @@ def plan_invariant_rows(product: Product, tile: InvariantRowsTile, details: Deta
 
     def launch_of(normed: bool) -> Launch:
         warps = norm_warps(power_of_2(k)) if normed else 4
-        block_n = max(tile.block_n, 2 * warps)  # a warpgroup multiplies 8 columns at least
+        # with eight warps, each of two warpgroups multiplies half of the columns; fewer than 16 of them would keep tensor
+        # cores busy for longer than their weights take to arrive
+        block_n = max(tile.block_n, 32 if warps > 4 else 8)
         fitting = tile._replace(block_n=block_n, stages=tile.stages * tile.block_n // block_n)
+        assert fitting.stages > 1, "a stage is filled again while the next one is multiplied"
         layout = gl.NVMMASharedLayout(128, 16, rank=2)
         kind = ACTIVATION_KINDS[details.activation or "silu"]
-        var = FewRowsVariant(fitting, layout, n, k, power_of_2(product.tokens), product.gated, kind, normed, vector, warps)
+        programs = min(product.num_sms, -(-n // block_n))
+        tokens = power_of_2(product.tokens)
+        var = FewRowsVariant(fitting, layout, n, k, tokens, product.gated, kind, normed, vector, warps, programs)
         return Launch(
             invariant_rows,
-            triton.cdiv(n, block_n),
+            programs,
             varying=(product.tokens, details.eps, details.offset, details.alpha),
             fixed=(var,),
             options={**launch_options(True, warps), "maxnreg": (1 << 15) // (32 * warps)},

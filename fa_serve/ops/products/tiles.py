@@ -126,8 +126,8 @@ FEW_ROWS_IN_USUAL_MODE = False
 """The switch for 2 to MOST_FEW_ROWS tokens in the usual mode, whose norms and gates have launches of their kind. It is off,
 because it has not been measured. Plans that exist keep their kernel when it changes (`PLANS.clear()`)."""
 FEW_ROWS_ROOM = 112 << 10
-"""Bytes of shared memory for the tokens and the weights of a program for few rows: two programs then fit on a multiprocessor of
-Hopper, so that those of the next launch may start before the last ones of this launch end."""
+"""Bytes of shared memory for the tokens and the weights of a program for few rows. There is one program for each
+multiprocessor, and a second one has room beside it: that of the next launch."""
 MOST_TOKEN_BYTES = 64 << 10
 """Bytes of the tokens, so that there is room for weights."""
 
@@ -155,13 +155,19 @@ def hopper_invariant_tile(product: Product) -> InvariantTile:
 
 
 def invariant_rows_tile(product: Product) -> InvariantRowsTile:
-    """The tile of a product of few tokens with its norm and gate: the largest that leaves most multiprocessors a program. A
-    gate has two accumulators."""
+    """The tile of a product of few tokens with its norm and gate: the largest of which all multiprocessors compute about as
+    many. A gate has two accumulators."""
     columns = (32, 16, 8) if product.gated else (64, 32, 16, 8)
-    enough = 0.75 * product.num_sms
-    block_n = next((n for n in columns if -(-product.outputs // n) >= enough), columns[-1])
-    block_k = 256 if block_n <= 16 and not product.gated else 128
-    stage_bytes = block_n * block_k * product.dtype.itemsize * (2 if product.gated else 1)
+
+    def unused(block_n: int) -> float:
+        """The share of the tiles that could be computed in the time that the tiles take."""
+        tiles = -(-product.outputs // block_n)
+        return -(-tiles // product.num_sms) * product.num_sms / tiles
+
+    block_n = next((n for n in columns if unused(n) <= 1.1), min(columns, key=unused))
+    halves = 2 if product.gated else 1
+    block_k = 256 if block_n * halves <= 16 else 128
+    stage_bytes = block_n * halves * block_k * product.dtype.itemsize
     return InvariantRowsTile(block_n, block_k, (FEW_ROWS_ROOM - few_rows_bytes(product)) // stage_bytes)
 
 

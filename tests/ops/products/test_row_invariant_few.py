@@ -41,7 +41,7 @@ class Call:
     @property
     def product(self) -> Product:
         gated = self.activation is not None
-        return dense("float", self.n * (1 + gated), self.k, tokens=self.tokens, gated=gated, invariant=True)
+        return dense("float", self.n * (1 + gated), self.k, tokens=self.tokens, gated=gated, invariant=True, num_sms=2)
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
         """x, and the weight, bias, weight of the norm and residual."""
@@ -95,7 +95,7 @@ def test_it_is_right(call: Call) -> None:
     call.check(InvariantRowsTile(16, 64, 4))
 
 
-@pytest.mark.parametrize(("block_n", "stages"), [(8, 1), (8, 64), (32, 3), (64, 2)])
+@pytest.mark.parametrize(("block_n", "stages"), [(8, 2), (8, 64), (32, 3), (64, 2)])
 def test_tiles_and_rings(block_n: int, stages: int) -> None:
     """A ring is as long as the columns at most, and goes round otherwise."""
     Call(2, k=640, n=72, norm=True).check(InvariantRowsTile(block_n, 128, stages), resident_blocks=2)
@@ -109,23 +109,25 @@ def test_the_residual_is_updated_in_place() -> None:
 
 
 FAULTS = {
-    "a stage is copied before it is multiplied": ("acc, up = _wait_products(acc, up, var)\n        if BLOCKS", "if BLOCKS"),
-    "the stage before it is copied": (
-        "_copy_weights(block + STAGES, args, var)",
-        "_copy_weights(block + STAGES - 1, args, var)",
-    ),
-    "weights of another block": ("async_load(args.w, [row, var.tile.block_k * block]", "async_load(args.w, [row, 0 * block]"),
-    "gates are multiplied with themselves": ("[var.n + row, var.tile.block_k * block]", "[row, var.tile.block_k * block]"),
+    "a stage is copied before it is multiplied": ("_copy_weights(at - 1 + STAGES, args", "_copy_weights(at + STAGES, args"),
+    "weights of another block": ("column = at % var.blocks * var.tile.block_k", "column = 0 * at"),
+    "the weights of the first tile": ("at // var.blocks * var.programs) * var", "0 * at) * var"),
+    "gates are multiplied with themselves": ("[var.n + row, column]", "[row, column]"),
     "tokens of the block before": ("_operand(gl.minimum(block + 1, BLOCKS - 1), args, var)", "_operand(block, args, var)"),
-    "a turn stores its first block only": ("args.tokens.index(first + part).store(x)", "args.tokens.index(first).store(x)"),
+    "a turn stores its first block only": ("args.tokens.index(first + part).store((x", "args.tokens.index(first).store((x"),
     "the mean of the padded tile": ("gl.sum(x * x, 1) / var.k", "gl.sum(x * x, 1) / var.norm_tile"),
-    "the factor of the first token for all": (
-        "rows = gl.minimum(first + gl.arange(0, ROWS",
-        "rows = gl.minimum(0 * gl.arange(0, ROWS",
-    ),
-    "the offset is left out": ("weight.to(gl.float32) + args.offset", "weight.to(gl.float32)"),
+    "the factor of the first token for all": ("gl.minimum(first + gl.arange(0, ROWS", "gl.minimum(0 * gl.arange(0, ROWS"),
+    "the offset is left out": ("weights[part].to(gl.float32) + args.offset", "weights[part].to(gl.float32)"),
     "the sum is not gated": ("acc = activate(gate, var.kind) * up", "acc = gate * up"),
-    "tokens behind the last one are stored": ("gl.expand_dims(rows < args.rows, 1) & gl", "gl.expand_dims(rows < 4, 1) & gl"),
+    "products that still run are stored": (
+        "acc, up = _wait_products(acc, up, 0, var)",
+        "acc, up = _wait_products(acc, up, 1, var)",
+    ),
+    "tokens behind the last one are stored": (
+        "mask=(rows < args.rows) & gl.expand_dims(inside",
+        "mask=(rows < 4) & gl.expand_dims(inside",
+    ),
+    "a program computes its first tile only": ("while program < var.tiles:", "if program < var.tiles:"),
 }
 
 
