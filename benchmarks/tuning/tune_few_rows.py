@@ -86,7 +86,7 @@ def switched(deterministic: bool, fused: bool) -> Iterator[None]:
 
 
 def microseconds(run: Callable[[], object]) -> float:
-    """Of a graph of run()."""
+    """The time of a replay of a graph of run()."""
     for _ in range(3):
         run()
     torch.cuda.synchronize()
