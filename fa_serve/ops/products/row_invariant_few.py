@@ -282,22 +282,21 @@ def _operand(block, args, var: gl.constexpr):
 
 
 @gluon.jit
-def _start_products(acc, up, x, stage, args, var: gl.constexpr):
-    """Start the products of a block of tokens with the weights of a stage."""
+def _multiply_stage(acc, up, x, stage, following, args, var: gl.constexpr):
+    """Add the products of a block of tokens with the weights of a stage -> sums, and the block `following` of tokens.
+
+    The next block is loaded while tensor cores multiply this one, which they read from registers. Its registers get new numbers
+    only behind the wait: the compiler does not know when tensor cores have read them.
+    """
     acc = warpgroup_mma(x, args.ring.index(stage).permute((1, 0)), acc, is_async=True)
     if var.gated:
         up = warpgroup_mma(x, args.ring.index(var.stages + stage).permute((1, 0)), up, is_async=True)
-    return acc, up
-
-
-@gluon.jit
-def _wait_products(acc, up, pending: gl.constexpr, var: gl.constexpr):
-    """Wait until the products of `pending` blocks at most are running."""
+    loaded = _operand(following, args, var)
     if var.gated:
-        acc, up = warpgroup_mma_wait(2 * pending, deps=[acc, up])
+        acc, up, x = warpgroup_mma_wait(0, deps=[acc, up, x])
     else:
-        acc = warpgroup_mma_wait(pending, deps=[acc])
-    return acc, up
+        acc, x = warpgroup_mma_wait(0, deps=[acc, x])
+    return acc, up, loaded
 
 
 @gluon.jit
@@ -316,15 +315,12 @@ def _sum_products(at, args, var: gl.constexpr):
     for block in range(BLOCKS):
         stage = at % STAGES
         mbarrier.wait(args.full.index(stage), (at // STAGES) & 1)
-        acc, up = _start_products(acc, up, x, stage, args, var)
-        x = _operand(gl.minimum(block + 1, BLOCKS - 1), args, var)
-        acc, up = _wait_products(acc, up, 1, var)
+        acc, up, x = _multiply_stage(acc, up, x, stage, gl.minimum(block + 1, BLOCKS - 1), args, var)
         if var.most_blocks > STAGES:
-            sync_threads()  # all warps have multiplied the stage before
-            if (at > 0) & (at - 1 + STAGES < args.count):
-                _copy_weights(at - 1 + STAGES, args, var)
+            sync_threads()  # all warps have multiplied this stage
+            if at + STAGES < args.count:
+                _copy_weights(at + STAGES, args, var)
         at = at + 1
-    acc, up = _wait_products(acc, up, 0, var)
     return acc, up
 
 
