@@ -119,6 +119,10 @@ def refuses_invariant_rows(product: Product) -> str | None:
         or _other_dtype(product, *HALVES)
         or _other_matrix_dtype(product)
         or _other_tokens(product, 1, tiles.MOST_FEW_ROWS)
+        or _unless(
+            product.n * product.k <= tiles.MOST_FEW_ROWS_WEIGHTS,
+            f"multiplies up to {tiles.MOST_FEW_ROWS_WEIGHTS} weights, got {product.n * product.k}",
+        )
         or _unless(product.contiguous, "takes contiguous weights, and tokens whose numbers are contiguous")
         or _unless(product.k % 8 == 0, f"takes a multiple of 8 columns, got {product.k}")
         or _unless(

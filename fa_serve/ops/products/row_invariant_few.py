@@ -5,8 +5,8 @@ Gluon.
 the previous kernel has completed. Here one launch does all of that:
 
 - weights: before a program waits for the previous kernel, the copy engine starts to fill a ring in shared memory with rows of
-  the weights. There is one program for each multiprocessor, which leaves room for one of the next product, so that its ring is
-  filled while this one runs. Products of a small model find all of their weights in shared memory;
+  the weights. There is one program for each multiprocessor, also where there are fewer tiles, and it leaves room for one of the
+  next product, whose ring is filled while this one runs. Products of a small model find all of their weights in shared memory;
 - the norm: the sum of squares of a row is that of `_rms_norm`, in a tile of the same width and with the same number of warps.
   A program keeps the tokens in shared memory, normalised and in the input's dtype, as if they had been stored;
 - the product: a chain of `wgmma … k16` over all of k from zero, with 64 rows (tiles.py). These rows are the tokens, repeated,
@@ -404,7 +404,7 @@ def invariant_rows(
         full=full,
         tokens=tokens,
         factors=factors,
-        count=((var.tiles - 1 - program) // var.programs + 1) * var.blocks,
+        count=(var.tiles - program + var.programs - 1) // var.programs * var.blocks,
     )
     # no kernel of a step writes weights, so they may be read before the previous kernel ends
     for i in range(STAGES):
@@ -413,8 +413,11 @@ def invariant_rows(
     weights = ()
     if var.normed:
         weights = _load_norm(0, args, var)
-    wait_for_previous_kernel(True)
-    _fill_tokens(weights, args, var)
+    # the programs of the next kernel start when this one is alone: with the previous one still there, multiprocessors without
+    # one of its programs would get two of the next kernel, and these would share what one multiprocessor can read
+    wait_for_previous_kernel(True, True)
+    if program < var.tiles:
+        _fill_tokens(weights, args, var)
     at = program * 0
     while program < var.tiles:
         _compute_tile(program, at, bias_ptr, residual_ptr, out_ptr, alpha, args, var)
@@ -438,12 +441,11 @@ def plan_invariant_rows(product: Product, tile: InvariantRowsTile, details: Deta
         assert fitting.stages > 1, "a stage is filled again while the next one is multiplied"
         layout = gl.NVMMASharedLayout(128, 16, rank=2)
         kind = ACTIVATION_KINDS[details.activation or "silu"]
-        programs = min(product.num_sms, -(-n // block_n))
         tokens = power_of_2(product.tokens)
-        var = FewRowsVariant(fitting, layout, n, k, tokens, product.gated, kind, normed, vector, warps, programs)
+        var = FewRowsVariant(fitting, layout, n, k, tokens, product.gated, kind, normed, vector, warps, product.num_sms)
         return Launch(
             invariant_rows,
-            programs,
+            product.num_sms,
             varying=(product.tokens, details.eps, details.offset, details.alpha),
             fixed=(var,),
             options={**launch_options(True, warps), "maxnreg": (1 << 15) // (32 * warps)},

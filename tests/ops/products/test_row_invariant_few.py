@@ -109,19 +109,19 @@ def test_the_residual_is_updated_in_place() -> None:
 
 
 FAULTS = {
-    "a stage is copied before it is multiplied": ("_copy_weights(at - 1 + STAGES, args", "_copy_weights(at + STAGES, args"),
+    "a stage is copied before it is multiplied": ("_copy_weights(at + STAGES, args", "_copy_weights(at + 1 + STAGES, args"),
     "weights of another block": ("column = at % var.blocks * var.tile.block_k", "column = 0 * at"),
     "the weights of the first tile": ("at // var.blocks * var.programs) * var", "0 * at) * var"),
     "gates are multiplied with themselves": ("[var.n + row, column]", "[row, column]"),
-    "tokens of the block before": ("_operand(gl.minimum(block + 1, BLOCKS - 1), args, var)", "_operand(block, args, var)"),
+    "tokens of the block before": ("stage, gl.minimum(block + 1, BLOCKS - 1), args", "stage, block, args"),
     "a turn stores its first block only": ("args.tokens.index(first + part).store((x", "args.tokens.index(first).store((x"),
     "the mean of the padded tile": ("gl.sum(x * x, 1) / var.k", "gl.sum(x * x, 1) / var.norm_tile"),
     "the factor of the first token for all": ("gl.minimum(first + gl.arange(0, ROWS", "gl.minimum(0 * gl.arange(0, ROWS"),
     "the offset is left out": ("weights[part].to(gl.float32) + args.offset", "weights[part].to(gl.float32)"),
     "the sum is not gated": ("acc = activate(gate, var.kind) * up", "acc = gate * up"),
     "products that still run are stored": (
-        "acc, up = _wait_products(acc, up, 0, var)",
-        "acc, up = _wait_products(acc, up, 1, var)",
+        "warpgroup_mma_wait(0, deps=[acc, up, x])",
+        "warpgroup_mma_wait(1, deps=[acc, up, x])",
     ),
     "tokens behind the last one are stored": (
         "mask=(rows < args.rows) & gl.expand_dims(inside",
