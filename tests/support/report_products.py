@@ -26,6 +26,7 @@ DENSE = {
     "... whose rows are no multiple of 16": dense("float8", n=28680, group=0),
     "float8 in blocks": dense("float8"),
     "bfloat16, deterministic mode": dense("float", invariant=True),
+    "... of up to 16 million weights": dense("float", n=4096, invariant=True),
     "others, deterministic mode": dense(invariant=True),
 }
 MIXTURE = {"num_experts": 128, "top_k": 8}

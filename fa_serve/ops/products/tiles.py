@@ -128,7 +128,7 @@ because it has not been measured. Plans that exist keep their kernel when it cha
 FEW_ROWS_ROOM = 112 << 10
 """Bytes of shared memory for the tokens and the weights of a program for few rows. There is one program for each
 multiprocessor, and a second one has room beside it: that of the next launch."""
-MOST_FEW_ROWS_WEIGHTS = (1 << 24) - 1
+MOST_FEW_ROWS_WEIGHTS = 1 << 24
 """The most weights that the kernel for few rows multiplies. With more of them, the launches that it saves are a small part of
 the time, and its one program for each multiprocessor reads at a lower rate than the programs of `invariant`: the gate of an 8B
 model took 70 us on one H200, and 64 with its norm and gate in separate launches."""
@@ -170,7 +170,7 @@ def invariant_rows_tile(product: Product) -> InvariantRowsTile:
 
     block_n = next((n for n in columns if unused(n) <= 1.1), min(columns, key=unused))
     halves = 2 if product.gated else 1
-    block_k = 256 if block_n * halves <= 32 else 128
+    block_k = 256 if block_n * halves <= (16 if product.gated else 32) else 128
     stage_bytes = block_n * halves * block_k * product.dtype.itemsize
     return InvariantRowsTile(block_n, block_k, (FEW_ROWS_ROOM - few_rows_bytes(product)) // stage_bytes)
 

@@ -62,9 +62,9 @@ class Draw:
 
 
 def draw_product(draw: Draw, machine: dict[str, Any]) -> Product:
-    k = draw.one(64, 128, 1024, 2048, 4096, 4096, 4100, 4104, 14336, 32768, 65536)
+    k = draw.one(64, 128, 1024, 2048, 2048, 4096, 4096, 4100, 4104, 14336, 32768, 65536)
     dtype = draw.one(BF16, BF16, BF16, torch.float16, torch.float32)
-    asked = {"n": draw.one(16, 64, 100, 1024, 4094, 4096, 4104, 6144, 28672, 1 << 18), "k": k, "tokens": draw.tokens()}
+    asked = {"n": draw.one(16, 64, 100, 1024, 2048, 4094, 4096, 4104, 6144, 28672, 1 << 18), "k": k, "tokens": draw.tokens()}
     stored = {"values": "float", "matrix_dtype": dtype} if draw.often(0.15) else draw.stored(k, dtype)
     gated = draw.often(0.3)
     invariant = not gated and draw.often(0.4 if stored["values"] == "float" else 0.1)
@@ -75,7 +75,7 @@ def vary(product: Product, draw: Draw) -> Product:
     """The same product but for one fact."""
     name, values = draw.one(
         ("aligned", (not product.aligned,)),
-        ("tokens", (1, 2, 128, 129, 512, 513)),
+        ("tokens", (1, 2, 8, 9, 128, 129, 512, 513)),
         ("n", (16, 4094, 4096, 6144)),
         ("group", (32, 96, 128, product.k)),
     )

@@ -51,7 +51,7 @@ def test_an_invariant_product_has_one_tile() -> None:
 @pytest.mark.parametrize(
     ("n", "k", "gated", "sizes"),
     [
-        pytest.param(4096, 1024, False, (32, 128), id="qkv-0.6B"),
+        pytest.param(4096, 1024, False, (32, 256), id="qkv-0.6B"),
         pytest.param(1024, 3072, False, (8, 256), id="down-0.6B"),
         pytest.param(6144, 1024, True, (8, 256), id="gate-0.6B"),
         pytest.param(6144, 4096, False, (16, 256), id="qkv-8B"),
