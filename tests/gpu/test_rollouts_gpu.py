@@ -11,6 +11,7 @@ from tiny_models import SIZES, greedy, make_model
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 import fa_serve
+from benchmarks.tuning.tune_few_rows import SHAPES, Layer, unequal_products
 from benchmarks.tuning.tune_invariant import call_of, tiles_for, unequal_rows
 from fa_serve.engine import RolloutEngine, SamplingParams
 from fa_serve.ops.products.tiles import HOPPER_TILES
@@ -97,3 +98,10 @@ def test_another_number_of_segments_changes_bits() -> None:
     weight = torch.randn(4096, 4096, dtype=torch.bfloat16, device="cuda")
     tiles = [HOPPER_TILES[-1]._replace(segments=segments) for segments in (1, 4)]
     assert unequal_rows(x, weight, tiles) != []
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 8])
+@pytest.mark.parametrize("shape", ["qwen06", "llama8b"])
+def test_few_rows_in_one_launch_have_the_bits_of_separate_launches(shape: str, tokens: int) -> None:
+    """Norms, gates and residuals included; and the first of them alone."""
+    assert not unequal_products(Layer(SHAPES[shape]), tokens)

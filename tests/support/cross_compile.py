@@ -28,6 +28,7 @@ from typing import Any, TypeVar
 
 import pytest
 import triton
+from registers_in_flight import written_in_flight
 from sampled_cases import ALL
 from triton import knobs
 from triton.backends.compiler import GPUTarget
@@ -156,6 +157,11 @@ class Kernel:
             whole.write_text(said)
             whole.replace(kept)
         return [line for line in kept.read_text().splitlines() if "warning" in line.lower() or "C75" in line]
+
+    @cached_property
+    def wgmma_faults(self) -> list[str]:
+        """Warnings that wgmma is serialised or setmaxnreg is ignored, and writes to registers that wgmma may still read."""
+        return [line for line in self.ptxas_warnings if "C75" in line] + written_in_flight(self.sass)
 
     def _assemble(self) -> str:
         with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:

@@ -84,8 +84,9 @@ from fa_serve.backends.hopper.split_kv import tile_scheduler as split_tile_sched
 from fa_serve.backends.triton import mask_blocks, primitives, row_statistics, splits
 from fa_serve.backends.triton.float8_inputs import BLOCK_KEYS
 from fa_serve.launching.launch import Launch, View
+from fa_serve.ops.elementwise import activation
 from fa_serve.ops.moe import matrix_wgmma
-from fa_serve.ops.products import row_invariant_wgmma
+from fa_serve.ops.products import row_invariant_few, row_invariant_wgmma
 from fa_serve.ops.selected_keys import attention as selected_keys
 from fa_serve.ops.selected_keys import gather_wgmma
 
@@ -300,7 +301,7 @@ def _atomic_add(pointer: _Pointer, value: Any, sem: str = "") -> torch.Tensor:
 
 
 def _tensors(function: Callable[..., torch.Tensor], scalars: Callable[..., Any]) -> Callable[..., Any]:
-    def apply(a: Any, b: Any) -> Any:
+    def apply(a: Any, b: Any, propagate_nan: None = None) -> Any:
         if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
             return function(_as_tensor(a), _as_tensor(b))
         return scalars(a, b)
@@ -313,6 +314,7 @@ def _language() -> types.SimpleNamespace:
     anything = lambda *args, **options: None  # noqa: E731
     return types.SimpleNamespace(
         constexpr=lambda x: x,
+        PropagateNan=types.SimpleNamespace(ALL=None),  # as PyTorch does
         tensor=object,
         int8=torch.int8,
         int16=torch.int16,
@@ -343,6 +345,8 @@ def _language() -> types.SimpleNamespace:
         exp2=torch.exp2,
         fma=lambda x, y, z: (x.double() * y + z).float(),
         log2=torch.log2,
+        rsqrt=torch.rsqrt,
+        abs=torch.abs,
         expand_dims=lambda x, axis: x.unsqueeze(axis),
         convert_layout=lambda x, layout, assert_trivial=False: x,
         where=lambda c, a, b: torch.where(_as_tensor(c), _as_tensor(a), _as_tensor(b)),
@@ -403,6 +407,8 @@ _MODULES = (
     latent_decode,
     matrix_wgmma,
     row_invariant_wgmma,
+    activation,
+    row_invariant_few,
     selected_keys,
     gather_wgmma,
 )

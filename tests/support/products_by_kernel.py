@@ -116,11 +116,15 @@ _OF_PYTORCH = {"mm": "matmul", "addmm": "matmul", "addmm_": "matmul", "_scaled_m
 
 
 class Launched(list[str]):
-    """The names of what was launched. constants: of the kernels, by their names; the last launch of each"""
+    """The names of what was launched.
+
+    constants, strides: of the kernels, by their names; the last launch of each
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.constants: dict[str, tuple[Any, ...]] = {}
+        self.strides: dict[str, tuple[int, ...]] = {}
 
 
 class _Products(TorchDispatchMode):
@@ -148,6 +152,7 @@ def counted_launches() -> Iterator[Launched]:
         name = self._kernel.fn.__name__
         launched.append(name)
         launched.constants[name] = tuple(self._fixed)
+        launched.strides[name] = tuple(self._strides)
 
     with pytest.MonkeyPatch.context() as patch, _Products(launched):
         patch.setattr(Launch, "__call__", count)

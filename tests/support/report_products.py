@@ -16,7 +16,7 @@ from fa_serve.ops.products.table import KERNELS, changes_of_kernel, kernels_of_e
 
 GPUS = {"Ampere": 80, "Ada": 89, "Hopper": 90, "Blackwell (10.0)": 100, "Blackwell (12.0)": 120, "AMD": 0}
 """Architectures that have separate kernels, and those that share the others."""
-TOKENS = {"1 token": 1, "2 to 128": 2, "129 to 512": 129, "more": 513}
+TOKENS = {"1 token": 1, "2 to 8": 2, "9 to 128": 9, "129 to 512": 129, "more": 513}
 DENSE = {
     "bfloat16": dense("float"),
     "4 bits, groups of 128": dense(),
@@ -26,6 +26,7 @@ DENSE = {
     "... whose rows are no multiple of 16": dense("float8", n=28680, group=0),
     "float8 in blocks": dense("float8"),
     "bfloat16, deterministic mode": dense("float", invariant=True),
+    "... of up to 16 million weights": dense("float", n=4096, invariant=True),
     "others, deterministic mode": dense(invariant=True),
 }
 MIXTURE = {"num_experts": 128, "top_k": 8}

@@ -14,7 +14,17 @@ from fa_serve import spec
 from fa_serve.backends.triton.primitives import wait_for_previous_kernel
 from fa_serve.launching.launch import Launch, launch_options, power_of_2
 from fa_serve.launching.plans import PLANS
+from fa_serve.launching.sizes import norm_warps
 from fa_serve.ops.ops_backend import LayerNorm, Norm
+
+
+@triton.jit
+def norm_factor(x, eps, WIDTH: tl.constexpr):
+    """1 / sqrt(mean(x^2) + eps) of a row of WIDTH numbers in float32, behind which x has zeros.
+
+    The order of the sum depends on the shape and the layout of x, so kernels with equal bits load equal tiles (`norm_warps`).
+    """
+    return tl.rsqrt(tl.sum(x * x, 0) / WIDTH + eps)
 
 
 @triton.jit
@@ -38,7 +48,7 @@ def _rms_norm(
     keep = cols < WIDTH
     x = tl.load(x_ptr + row * stride_x + cols, mask=keep, other=0.0).to(tl.float32)
     weight = tl.load(weight_ptr + cols, mask=keep, other=0.0).to(tl.float32) + offset
-    y = x * tl.rsqrt(tl.sum(x * x, 0) / WIDTH + eps) * weight
+    y = x * norm_factor(x, eps, WIDTH) * weight
     if residual_ptr is not None:
         y += tl.load(residual_ptr + row * stride_r + cols, mask=keep, other=0.0).to(tl.float32)
     tl.store(out_ptr + row * stride_out + cols, y.to(out_ptr.dtype.element_ty), mask=keep)
@@ -82,7 +92,7 @@ def plan_rms_norm(x: Tensor, residual: Tensor | None, out: Tensor, eps: float, o
         total,
         varying=(eps, offset),
         fixed=(x.stride(0), stride_r, out.stride(0), width, block, pdl),
-        options=launch_options(pdl, min(8, max(1, block // 256))),
+        options=launch_options(pdl, norm_warps(block)),
     )
 
 
@@ -144,5 +154,5 @@ def plan_layer_norm(x: Tensor, eps: float, keep_sum: bool) -> Launch:
         total,
         varying=(eps,),
         fixed=(x.stride(0), width, block, keep_sum, pdl),
-        options=launch_options(pdl, min(8, max(1, block // 256))),
+        options=launch_options(pdl, norm_warps(block)),
     )

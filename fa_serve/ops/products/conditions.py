@@ -31,6 +31,8 @@ HALVES = (torch.float16, torch.bfloat16)
 """Dtypes that tensor cores multiply with unpacked weights."""
 GEMV_COLUMNS = 32768
 """The most columns of a weight that is multiplied with one token on Hopper: the token is kept in shared memory."""
+FEW_ROWS_COLUMNS = 512
+"""The kernel for few rows takes only more columns than this."""
 MOST_WEIGHTS = {"int4": 1 << 33, "float4": 1 << 33, "float8": 1 << 31}
 """Kernels for Hopper multiply fewer weights (n * k) than this, because they count words and bytes in 32 bits."""
 MOST_VALUES = 1 << 31
@@ -64,6 +66,10 @@ def _other_gpu(product: Product) -> str | None:
 def _other_dtype(product: Product, *dtypes: torch.dtype) -> str | None:
     names = _listed(tuple(map(dtype_name, dtypes)))
     return _unless(product.dtype in dtypes, f"multiplies input in {names}, got {dtype_name(product.dtype)}")
+
+
+def _other_matrix_dtype(product: Product) -> str | None:
+    return _unless(product.matrix_dtype == product.dtype, "multiplies only matrices that have the input's dtype")
 
 
 def _other_tokens(product: Product, least: int, most: int) -> str | None:
@@ -102,12 +108,36 @@ def _refuses_a_choice_by_rows(product: Product) -> str | None:
     return _unless(chosen, "tiles are not chosen by the number of rows (products/tiles.py:CHOOSES_BY_ROWS is off)")
 
 
+def refuses_invariant_rows(product: Product) -> str | None:
+    """The kernel for few rows has the bits of `invariant` with the norm and the gate in separate launches."""
+    usual = tiles.FEW_ROWS_IN_USUAL_MODE
+    return (
+        _unless(tiles.FUSES_FEW_ROWS, "is switched off (products/tiles.py:FUSES_FEW_ROWS)")
+        or _unless(product.invariant or usual, "is used in deterministic mode only (products/tiles.py:FEW_ROWS_IN_USUAL_MODE)")
+        or _refuses_a_choice_by_rows(product)
+        or _other_gpu(product)
+        or _other_dtype(product, *HALVES)
+        or _other_matrix_dtype(product)
+        or _other_tokens(product, 1, tiles.MOST_FEW_ROWS)
+        or _unless(
+            product.n * product.k <= tiles.MOST_FEW_ROWS_WEIGHTS,
+            f"multiplies up to {tiles.MOST_FEW_ROWS_WEIGHTS} weights, got {product.n * product.k}",
+        )
+        or _unless(product.contiguous, "takes contiguous weights, and tokens whose numbers are contiguous")
+        or _unless(product.k % 8 == 0, f"takes a multiple of 8 columns, got {product.k}")
+        or _unless(
+            tiles.few_rows_bytes(product) <= tiles.MOST_TOKEN_BYTES,
+            f"keeps up to {tiles.MOST_TOKEN_BYTES} bytes of tokens in shared memory, got {tiles.few_rows_bytes(product)}",
+        )
+        # the norm of shorter rows has fewer than the four warps of a wgmma
+        or _unless(product.k > FEW_ROWS_COLUMNS, f"takes more than {FEW_ROWS_COLUMNS} columns, got {product.k}")
+    )
+
+
 def refuses_invariant_wgmma(product: Product) -> str | None:
     """The kernel for many rows has the bits of `invariant`, as if it were one more of its tiles."""
     refused = refuses_invariant(product) or _refuses_a_choice_by_rows(product)
-    refused = refused or _other_gpu(product) or _other_dtype(product, *HALVES)
-    if refused is None and product.matrix_dtype != product.dtype:
-        refused = "multiplies only matrices that have the input's dtype"
+    refused = refused or _other_gpu(product) or _other_dtype(product, *HALVES) or _other_matrix_dtype(product)
     refused = refused or _other_tokens(product, tiles.LEAST_WGMMA_ROWS, MOST_ROWS)
     # 256 rows and 4,096 columns (64 tiles) took 28.2 us on one H200, and 33.8 with `invariant`, which loads by pointers
     least = product.num_sms * 2 // 5

@@ -45,7 +45,8 @@ class Product:
     num_experts: number of experts in the weight; 0 for a dense weight
     top_k:       experts that each token takes
     by_rows:     in both weights of a mixture, rows are contiguous
-    contiguous:  the matrices of all experts are contiguous, by rows or by columns
+    contiguous:  the matrices of all experts are contiguous, by rows or by columns; or the weight of a dense product is
+                 contiguous by rows, and each row of x is contiguous
     aligned:     the weight's address is a multiple of 16 bytes
     triton:      Triton's kernels run on the device
     gluon:       the release of Triton has the Gluon that the kernels for Hopper are written in
@@ -189,7 +190,7 @@ def product_with(
     if isinstance(weight, QuantizedWeight):
         n //= max(num_experts, 1)
         return Product(values=weight.values, n=n, k=k, group=weight.group_size, scales=weight.scales.dtype, **asked)
-    contiguous = not num_experts or weight.stride() in ((n * k, k, 1), (n * k, 1, n))
+    contiguous = weight.stride() in ((n * k, k, 1), (n * k, 1, n)) if num_experts else weight.is_contiguous()
     return Product(values="float", n=n, k=k, matrix_dtype=weight.dtype, contiguous=contiguous, **asked)
 
 

@@ -11,6 +11,7 @@ The kernels for one token do all of this in one launch. Left out: the products o
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from fa_serve.ops.elementwise.activation import plan_act_and_mul
 from fa_serve.ops.elementwise.norm import plan_rms_norm
 from fa_serve.ops.modes import rows_are_independent
 from fa_serve.ops.ops_backend import Norm, RoundedRows, Weight
+from fa_serve.ops.products import tiles
 from fa_serve.ops.products.problem import Details, Product, product_with
 from fa_serve.ops.products.quantised.rounding import MAX_GATED, RoundRows, plan_rounding
 from fa_serve.ops.products.quantised.weight import QuantizedWeight
@@ -64,7 +66,8 @@ def multiply(
     if activation is not None and tokens > 1 and isinstance(next_weight, QuantizedWeight):
         next_facts = _facts_of(next_weight)
     key: tuple[Any, ...]
-    if not invariant and norm is None and activation is None and tokens > 1 and not quantised:
+    few = tiles.FEW_ROWS_IN_USUAL_MODE and tokens <= tiles.MOST_FEW_ROWS
+    if not invariant and norm is None and activation is None and tokens > 1 and not quantised and not few:
         # the plan of such a product depends on nothing else, and building a longer key would slow down a layer noticeably
         key = ("matrices", alpha)
     else:
@@ -79,7 +82,7 @@ def multiply(
             around,
             activation,
             next_facts,
-            rows.stride() if invariant else None,
+            rows.stride() if invariant or few else None,
         )
     run = PLANS.get(key)
     if run is None:
@@ -102,11 +105,8 @@ def _plan(
     invariant: bool,
 ) -> Run:
     _, eps, offset = (None, 0.0, 0.0) if norm is None else norm
-    strides: tuple[int, ...] = ()
-    if invariant:
-        rows = x.data if isinstance(x, RoundedRows) else x
-        of_input = rows.stride() if norm is None else (rows.shape[1], 1)  # the norm writes rows without gaps
-        strides = (*of_input, *(() if isinstance(weight, QuantizedWeight) else weight.stride()))
+    rows = x.data if isinstance(x, RoundedRows) else x
+    strides = (*rows.stride(), *(() if isinstance(weight, QuantizedWeight) else weight.stride()))
     details = Details(eps, offset, activation, alpha, strides)
     product = problem_of(x, weight, gated=activation is not None, invariant=invariant)
     run: Run = plan_product(x, product, details, norm is not None, next_weight)
@@ -147,9 +147,10 @@ def problem_of(x: Tensor | RoundedRows, weight: Weight, **asked: Any) -> Product
     rows = x.data if isinstance(x, RoundedRows) else x
     asked["rounded"] = isinstance(x, RoundedRows)
     arch = spec.arch_of(rows.device)
-    return product_with(
+    product = product_with(
         weight, tokens=rows.shape[0], dtype=x.dtype, arch=arch, num_sms=multiprocessors(rows.device, 1), **asked
     )
+    return product if rows.stride(1) == 1 else replace(product, contiguous=False)
 
 
 def plan_product(
@@ -168,6 +169,8 @@ def plan_product(
         return _plan_nothing(product)
     choice = select_kernel(product) if choice is None else choice
     kernel = choice.kernel
+    if has_norm and not kernel.fused and details.strides:
+        details = details._replace(strides=(product.k, 1, *details.strides[2:]))  # the norm writes rows without gaps
     compute: Run = kernel.load()(product, choice.tile, details)
     if kernel.fused:
         return compute

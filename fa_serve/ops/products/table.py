@@ -40,6 +40,7 @@ from fa_serve.ops.products.conditions import (
     refuses_float8_wgmma,
     refuses_gemv,
     refuses_invariant,
+    refuses_invariant_rows,
     refuses_invariant_wgmma,
     refuses_nothing,
     refuses_one_expert,
@@ -51,7 +52,7 @@ from fa_serve.ops.products.conditions import (
 )
 from fa_serve.ops.products.problem import Product
 from fa_serve.ops.products.quantised.tiles import float8_tile, gemv_tile, unpack_linear_tile, unpack_row_tile, wgmma_tile
-from fa_serve.ops.products.tiles import invariant_tile, invariant_wgmma_tile, matrix_row_tile
+from fa_serve.ops.products.tiles import invariant_rows_tile, invariant_tile, invariant_wgmma_tile, matrix_row_tile
 
 QUANTISED = ("int4", "float4", "float8")
 ANY_VALUES = ("float", *QUANTISED)
@@ -147,6 +148,17 @@ KERNELS: tuple[Kernel, ...] = (
         values=("float",),
         refuses=refuses_row,
         tile=matrix_row_tile,
+        fused=True,
+    ),
+    Kernel(
+        name="invariant_rows",
+        about="few tokens on Hopper, with their norm and gate, bitwise equal to `invariant`",
+        launches=("invariant_rows",),
+        plan="fa_serve.ops.products.row_invariant_few:plan_invariant_rows",
+        values=("float",),
+        refuses=refuses_invariant_rows,
+        tile=invariant_rows_tile,
+        invariant=True,
         fused=True,
     ),
     Kernel(

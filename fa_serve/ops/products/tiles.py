@@ -79,6 +79,14 @@ class InvariantTile(NamedTuple):
     apart: bool = False
 
 
+class InvariantRowsTile(NamedTuple):
+    """block_n columns of the output for a few tokens, in a ring of up to `stages` of block_k elements of the sum."""
+
+    block_n: int
+    block_k: int
+    stages: int
+
+
 class InvariantWgmmaTile(NamedTuple):
     """128 rows by block_n columns of the output, in a ring of `stages` of 64 elements of the sum.
 
@@ -108,6 +116,24 @@ the rows of HOPPER_TILES and of `InvariantWgmmaTile` equal in every bit, on an H
 test_row_invariant_compiled.py reads the machine code."""
 LEAST_WGMMA_ROWS = 129
 """The fewest rows that the kernel with the copy engine (row_invariant_wgmma.py) multiplies."""
+MOST_FEW_ROWS = 8
+"""The most tokens that the kernel for few rows (row_invariant_few.py) multiplies."""
+FUSES_FEW_ROWS = True
+"""The switch: whether a product of few tokens has the norm before it and the gate after it in its launch in deterministic mode,
+with the bits of separate launches. test_row_invariant_few_compiled.py reads that the code is made for equal bits, and
+tests/gpu/test_rollouts_gpu.py compares the bits; it must be off where that test fails."""
+FEW_ROWS_IN_USUAL_MODE = False
+"""The switch for 2 to MOST_FEW_ROWS tokens in the usual mode, whose norms and gates have launches of their kind. It is off,
+because it has not been measured. Plans that exist keep their kernel when it changes (`PLANS.clear()`)."""
+FEW_ROWS_ROOM = 112 << 10
+"""Bytes of shared memory for the tokens and the weights of a program for few rows. There is one program for each
+multiprocessor, and a second one has room beside it: that of the next launch."""
+MOST_FEW_ROWS_WEIGHTS = 1 << 24
+"""The most weights that the kernel for few rows multiplies. With more of them, the launches that it saves are a small part of
+the time, and its one program for each multiprocessor reads at a lower rate than the programs of `invariant`: the gate of an 8B
+model took 70 us on one H200, and 64 with its norm and gate in separate launches."""
+MOST_TOKEN_BYTES = 64 << 10
+"""Bytes of the tokens, so that there is room for weights."""
 
 
 def invariant_tile(product: Product) -> InvariantTile:
@@ -130,6 +156,28 @@ def hopper_invariant_tile(product: Product) -> InvariantTile:
     # columns on one H200, 64 x 64 took 17.1 us, 64 x 128 took 28.0, and 64 x 32 took 13.7.
     enough = product.num_sms * (0.75 if few else 1.5)
     return next((tile for tile in fitting if _programs(product, tile) >= enough), fitting[-1])
+
+
+def invariant_rows_tile(product: Product) -> InvariantRowsTile:
+    """The tile of a product of few tokens with its norm and gate: the largest of which all multiprocessors compute about as
+    many. A gate has two accumulators."""
+    columns = (32, 16, 8) if product.gated else (64, 32, 16, 8)
+
+    def unused(block_n: int) -> float:
+        """The share of the tiles that could be computed in the time that the tiles take."""
+        tiles = -(-product.outputs // block_n)
+        return -(-tiles // product.num_sms) * product.num_sms / tiles
+
+    block_n = next((n for n in columns if unused(n) <= 1.1), min(columns, key=unused))
+    halves = 2 if product.gated else 1
+    block_k = 256 if block_n * halves <= (16 if product.gated else 32) else 128
+    stage_bytes = block_n * halves * block_k * product.dtype.itemsize
+    return InvariantRowsTile(block_n, block_k, (FEW_ROWS_ROOM - few_rows_bytes(product)) // stage_bytes)
+
+
+def few_rows_bytes(product: Product) -> int:
+    """Bytes of the tokens of a product of few tokens in shared memory, for a power of two of tokens and whole blocks."""
+    return power_of_2(product.tokens) * -(-product.k // 256) * 256 * product.dtype.itemsize
 
 
 def invariant_wgmma_tile(product: Product) -> InvariantWgmmaTile:

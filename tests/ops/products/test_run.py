@@ -12,7 +12,8 @@ from torch import Tensor
 
 from fa_serve import ops
 from fa_serve.launching.plans import PLANS
-from fa_serve.ops.products import problem
+from fa_serve.ops.deterministic import deterministic_mode
+from fa_serve.ops.products import problem, tiles
 from fa_serve.ops.products.quantised.rounding import MAX_GATED
 from fa_serve.ops.triton_ops import TritonOps
 
@@ -135,6 +136,50 @@ def test_invariant_products_multiply_the_matrix() -> None:
         assert GPU.invariant_linear(meta(3, 1024), INT4, meta(4096)).shape == (3, 4096)
         GPU.invariant_linear(meta(3, 1024), meta(1024, 4096).t(), None)
     assert launched == ["_dequantize", "_invariant_linear", "_invariant_linear"]
+
+
+NORM = ops.Norm(meta(1024), 1e-6)
+SEPARATE = ["_rms_norm", "_invariant_linear", "_act_and_mul"]
+
+
+@pytest.mark.parametrize(("tokens", "names"), [(1, ["invariant_rows"]), (8, ["invariant_rows"]), (9, SEPARATE)])
+def test_few_tokens_take_one_launch_in_deterministic_mode(tokens: int, names: list[str]) -> None:
+    with a_gpu(90), counted_launches() as launched, deterministic_mode(True):
+        y = linear(meta(tokens, 1024), meta(4096, 1024), meta(4096), NORM, "silu")
+    assert y.shape == (tokens, 2048)
+    assert launched == names
+
+
+def test_separate_launches_are_taken_where_the_kernel_for_few_rows_is_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiles, "FUSES_FEW_ROWS", False)
+    with a_gpu(90), counted_launches() as launched, deterministic_mode(True):
+        linear(meta(1, 1024), meta(4096, 1024), meta(4096), NORM, "silu")
+    assert launched == SEPARATE
+
+
+def test_few_tokens_in_the_usual_mode_have_plans_of_their_shapes_where_they_are_switched_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(tiles, "FEW_ROWS_IN_USUAL_MODE", True)
+    with a_gpu(90), counted_launches() as launched:
+        for tokens in (2, 8, 9):
+            residual = meta(tokens, 4096)
+            assert linear(meta(tokens, 1024), meta(4096, 1024), residual=residual) is residual
+        linear(meta(8, 2048)[:, :1024], meta(4096, 1024))
+        assert len(PLANS) == 4
+    assert launched == ["invariant_rows", "invariant_rows", "matmul", "invariant_rows"]
+
+
+@pytest.mark.parametrize("tokens", [8, 9])
+@pytest.mark.parametrize("norm", [None, NORM], ids=["", "norm"])
+def test_strides_are_those_of_what_a_kernel_reads(tokens: int, norm: ops.Norm | None) -> None:
+    """A norm in a launch before the product writes rows without gaps."""
+    with a_gpu(90), counted_launches() as launched, deterministic_mode(True):
+        linear(meta(tokens, 2048)[:, :1024], meta(4096, 1024), None, norm)
+    if tokens == 8:
+        assert launched.strides["invariant_rows"] == (2048,)
+    else:
+        assert launched.constants["_invariant_linear"][2:4] == (2048 if norm is None else 1024, 1)
 
 
 def test_float8_before_ada_is_dequantised_by_pytorch() -> None:

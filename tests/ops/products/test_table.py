@@ -27,6 +27,7 @@ IN_FLOAT16 = ["gemv", "unpack_wgmma", "unpack_wgmma", "dequantise", "dequantise"
 PORTABLE = ["unpack_row", "unpack", "unpack", "dequantise", "dequantise", "dequantise"]
 ROUNDED = ["gemv", "float8_wgmma", "float8_wgmma", "scaled_mm", "scaled_mm", "scaled_mm"]
 ROUNDED_BY_PYTORCH = ["unpack_row", *["scaled_mm"] * 5]
+DETERMINISTIC = ["invariant_rows", "invariant_rows", "invariant", *["invariant_wgmma"] * 3]
 FLOAT8_ROWS = {"values": "float8", "n": 6144, "group": 0}
 
 
@@ -71,7 +72,8 @@ FLOAT8_ROWS = {"values": "float8", "n": 6144, "group": 0}
         pytest.param(dense("float8", arch=0), ["torch"] * 6, id="float8-amd"),
         pytest.param(dense(triton=False), ["torch"] * 6, id="cpu"),
         pytest.param(dense("float", triton=False), ["matmul"] * 6, id="matrix-cpu"),
-        pytest.param(dense("float", invariant=True), ["invariant"] * 3 + ["invariant_wgmma"] * 3, id="matrix-deterministic"),
+        pytest.param(dense("float", invariant=True), ["invariant"] * 3 + DETERMINISTIC[3:], id="matrix-deterministic"),
+        pytest.param(dense("float", n=4096, invariant=True), DETERMINISTIC, id="small-matrix-deterministic"),
         pytest.param(dense(invariant=True), ["invariant"] * 6, id="int4-deterministic"),
         pytest.param(dense(invariant=True, triton=False), ["torch"] * 6, id="cpu-deterministic"),
     ],
@@ -134,6 +136,46 @@ def test_experts_with_matrices(changes: dict, kernel: str) -> None:
     pairs = changes.pop("pairs_per_expert", EXPERT_MATRICES_PAIRS.limit)
     product = replace(with_pairs(pairs, n=1536, k=2048), **changes)
     assert select_kernel(product).kernel.name == kernel
+
+
+@pytest.mark.parametrize(
+    ("changes", "kernel"),
+    [
+        pytest.param({}, "invariant_rows", id="8"),
+        pytest.param({"tokens": 9}, "invariant", id="9"),
+        pytest.param({"gated": True}, "invariant_rows", id="gated"),
+        pytest.param({"dtype": HALF, "matrix_dtype": HALF}, "invariant_rows", id="float16"),
+        pytest.param({"k": 4100}, "invariant", id="odd-columns"),
+        pytest.param({"gluon": False}, "invariant", id="no-gluon"),
+        pytest.param({"n": 1024, "k": 14336}, "invariant", id="many-columns"),
+        pytest.param({"n": 1024, "k": 14336, "tokens": 2}, "invariant_rows", id="many-columns-of-2"),
+        pytest.param({"n": 4104}, "invariant", id="many-weights"),
+        pytest.param({"dtype": torch.float32, "matrix_dtype": torch.float32}, "invariant", id="float32"),
+        pytest.param({"matrix_dtype": HALF}, "invariant", id="another-dtype"),
+        pytest.param({"k": 512}, "invariant", id="few-columns"),
+        pytest.param({"contiguous": False}, "invariant", id="columns"),
+        pytest.param({"arch": 100}, "invariant", id="Blackwell"),
+        pytest.param({"invariant": False}, "matmul", id="usual"),
+    ],
+)
+def test_few_rows(changes: dict, kernel: str) -> None:
+    assert select_kernel(replace(dense("float", n=4096, invariant=True), **changes)).kernel.name == kernel
+
+
+@pytest.mark.parametrize(("switch", "kernel"), [("FUSES_FEW_ROWS", "invariant"), ("CHOOSES_BY_ROWS", "invariant")])
+def test_few_rows_have_no_kernel_where_no_gpu_has_compared_them(
+    switch: str, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tiles, switch, False)
+    choice = select_kernel(dense("float", n=4096, invariant=True))
+    assert choice.kernel.name == kernel
+    assert switch in choice.passed_over["invariant_rows"]
+
+
+def test_few_rows_in_the_usual_mode_are_switched_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "FEW_ROWS_IN_USUAL_MODE" in select_kernel(dense("float")).passed_over["invariant_rows"]
+    monkeypatch.setattr(tiles, "FEW_ROWS_IN_USUAL_MODE", True)
+    assert names(dense("float", n=4096), 1, 2, 8, 9) == ["row", "invariant_rows", "invariant_rows", "matmul"]
 
 
 def test_rows_have_one_kernel_of_experts_where_no_gpu_has_compared_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,11 +13,14 @@ from fa_serve.ops.products import tiles
 from fa_serve.ops.products.problem import Product
 from fa_serve.ops.products.table import select_kernel
 from fa_serve.ops.products.tiles import (
+    FEW_ROWS_ROOM,
     ONE_TILE,
     InvariantWgmmaTile,
     choose_splits,
     columns_ahead,
+    few_rows_bytes,
     hopper_invariant_tile,
+    invariant_rows_tile,
     invariant_tile,
     matrix_row_tile,
 )
@@ -43,6 +46,28 @@ def test_row_tiles_are_those_measured_fastest() -> None:
 def test_an_invariant_product_has_one_tile() -> None:
     assert len({invariant_tile(dense("float", tokens=tokens, arch=80)) for tokens in (1, 63, 1000)}) == 1
     assert invariant_tile(dense("float", dtype=torch.float32)).block_m == 32
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "gated", "sizes"),
+    [
+        pytest.param(4096, 1024, False, (32, 256), id="qkv-0.6B"),
+        pytest.param(1024, 3072, False, (8, 256), id="down-0.6B"),
+        pytest.param(6144, 1024, True, (8, 256), id="gate-0.6B"),
+        pytest.param(6144, 4096, False, (16, 256), id="qkv-8B"),
+        pytest.param(28672, 4096, True, (16, 128), id="gate-8B"),
+        pytest.param(151936, 1024, False, (64, 128), id="head"),
+    ],
+)
+@pytest.mark.parametrize("tokens", [1, 5, 8])
+def test_tiles_of_few_rows(n: int, k: int, gated: bool, sizes: tuple[int, int], tokens: int) -> None:
+    """Two programs fit on a multiprocessor, and all multiprocessors have about as many tiles."""
+    product = dense("float", n, k, gated=gated, invariant=True, tokens=tokens, num_sms=132)
+    found = invariant_rows_tile(product)
+    assert (found.block_n, found.block_k) == sizes
+    weights = found.block_n * found.block_k * found.stages * 2 * (1 + gated)
+    assert found.stages > 1
+    assert few_rows_bytes(product) + weights <= FEW_ROWS_ROOM
 
 
 @pytest.mark.parametrize(

@@ -255,6 +255,16 @@ def attn_tree(
     wait_for_previous_kernel(var.pdl, True)  # `fold_groups` reads the lengths before it waits
     BLOCK_M: tl.constexpr = var.block_m
     program = tl.program_id(0)
+    # KV heads of a tile run side by side: in a (page, token, head, dim) cache they read one stretch of memory
+    head_kv = program % heads
+    index = program // heads % tiles
+    only = program // heads // tiles
+    seq, row_first = _tile_of(index, cu_q_ptr, batch, tiles_per_seq, var)
+    # all lengths are loaded before the first one is needed, so that a program waits for memory once
+    known = seq < batch
+    row0 = tl.load(cu_q_ptr + seq, mask=known, other=0)
+    q_len = tl.load(cu_q_ptr + seq + 1, mask=known, other=0) - row0
+    kv_len = tl.load(used_k_ptr + seq, mask=known, other=0)
     clear_rows_past_end(
         out_ptr,
         lse_ptr,
@@ -267,16 +277,8 @@ def attn_tree(
         var.dim_v,
         var.block_dv,
     )
-    # KV heads of a tile run side by side: in a (page, token, head, dim) cache they read one stretch of memory
-    head_kv = program % heads
-    index = program // heads % tiles
-    only = program // heads // tiles
-    seq, row_first = _tile_of(index, cu_q_ptr, batch, tiles_per_seq, var)
-    if seq >= batch:
+    if not known:
         return
-    row0 = tl.load(cu_q_ptr + seq)
-    q_len = tl.load(cu_q_ptr + seq + 1) - row0
-    kv_len = tl.load(used_k_ptr + seq)
     if (row_first >= q_len * var.groups) | (q_len > most_queries):
         return
     offset = kv_len - q_len
