@@ -24,7 +24,7 @@ _INTRODUCTION = """\
 forward without gradients. `model.set_experts_implementation("fa_serve")` switches a loaded model. The engine switches by
 itself if two experts of each kind, computed in float32, give the same as the model's own code. It also fuses routers whose
 choice it can describe, and shared experts, which every token takes, if two products compute the same. Gradients are computed by
-transformers' `grouped_mm`. [Kernels](kernels/products.md#experts) explains the computation.
+transformers' `grouped_mm`. [Kernels](kernels/experts.md) explains the computation.
 
 Tests compare these families with their own code in `generate`. Where the engine runs them, they are also compared in the
 engine, with chunks, preemption and prefix cache, and in deterministic mode. `g` and `u` are the products with the gate and up
